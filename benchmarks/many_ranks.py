@@ -13,98 +13,41 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pickle
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # noqa: E402
-from torch.distributed.checkpoint.metadata import (  # noqa: E402
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (  # noqa: E402
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan  # noqa: E402
 from torch.distributed.checkpoint.storage import WriteResult  # noqa: E402
 
 from benchmarks.environment import write_result  # noqa: E402
+from tests.support.simulated_ranks import (  # noqa: E402
+    BLOCKS_PER_STAGE,
+    DIM,
+    Layout,
+    SimulatedRank,
+    connections,
+    local_plans,
+)
 from titanlite.checkpoint import commit, save_plan  # noqa: E402
 from titanlite.checkpoint.digest import FileDigest  # noqa: E402
-from titanlite.checkpoint.ranks import Ranks  # noqa: E402
 from titanlite.checkpoint.save_plan import LocalShards, ShardOwners, WriteReport  # noqa: E402
 from titanlite.checkpoint.writer import ShardWriter  # noqa: E402
-from titanlite.optim.exchange import Region, _first_ranks  # noqa: E402
+from titanlite.optim.exchange import Region, first_ranks  # noqa: E402
 from titanlite.torch_compat import storage_info  # noqa: E402
-
-DIM, HIDDEN, KV_DIM, BLOCKS_PER_STAGE = 16384, 53248, 1024, 8
-BLOCK = {  # shape, and the dim that tensor parallel shards
-    "self_attn.q_proj": ((DIM, DIM), 0),
-    "self_attn.k_proj": ((KV_DIM, DIM), 0),
-    "self_attn.v_proj": ((KV_DIM, DIM), 0),
-    "self_attn.o_proj": ((DIM, DIM), 1),
-    "mlp.gate_proj": ((HIDDEN, DIM), 0),
-    "mlp.up_proj": ((HIDDEN, DIM), 0),
-    "mlp.down_proj": ((DIM, HIDDEN), 1),
-    "input_layernorm": ((DIM,), None),
-    "post_attention_layernorm": ((DIM,), None),
-}
-
-
-class Layout(NamedTuple):
-    """Degrees, from the outermost in."""
-
-    pp: int
-    replicas: int
-    shards: int
-    tp: int
-
-    @property
-    def num_ranks(self) -> int:
-        return self.pp * self.replicas * self.shards * self.tp
-
-    @property
-    def num_shards(self) -> int:
-        """Different shards of all tensors: weights, two moments, and the step of each parameter."""
-        tp = [1 if dim is None else self.tp for _, dim in BLOCK.values()]
-        return self.pp * BLOCKS_PER_STAGE * sum(3 * self.shards * n + 1 for n in tp)
-
 
 MEASURED = Layout(2, 2, 4, 8)
 COMPUTED = {"at_1024": Layout(16, 2, 4, 8), "at_16384": Layout(16, 8, 16, 8)}
-
-
-class SimulatedRank(Ranks):
-    """One of many ranks in this process. `mail`: pickled messages by (sender, receiver). Ranks
-    tell lower ranks, and scatter to higher ones, so that a collective can run rank by rank."""
-
-    def __init__(self, rank: int, size: int, mail: dict[tuple[int, int], bytes]):
-        super().__init__(Path(), alone=True)
-        self.distributed, self.rank, self.size, self.mail = True, rank, size, mail
-
-    def _send(self, value: Any, rank: int) -> None:
-        self.mail[self.rank, rank] = pickle.dumps(value)
-
-    def _receive(self, rank: int) -> Any:
-        return pickle.loads(self.mail[rank, self.rank])
 
 
 def main() -> None:
@@ -113,11 +56,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--connect", type=int, help=argparse.SUPPRESS)  # a child process
     args = parser.parse_args()
-    if args.connect:
-        print(json.dumps(connect(args.connect)))
-        return
     result = {
         "gloo": [connections(n, lazy) for n in (32, 64, 128) for lazy in (False, True)],
         "dcp.save": dcp_save(),
@@ -149,79 +88,7 @@ def with_computed(costs: dict[str, float], all_copies: Sequence[str] = ()) -> di
     return result
 
 
-# ---- gloo
-
-
-def connections(num_ranks: int, lazy: bool) -> dict[str, Any]:
-    """Make a group of `num_ranks` ranks, which are threads of a new process."""
-    env = {**os.environ, "TORCH_GLOO_LAZY_INIT": str(int(lazy)), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, __file__, "--connect", str(num_ranks)]
-    child = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    return {"num_ranks": num_ranks, "lazy": lazy, **json.loads(child.stdout)}
-
-
-def connect(num_ranks: int) -> dict[str, Any]:
-    """Sockets per rank of a gloo group, when it is made and after a broadcast, and the time."""
-    store, groups = dist.HashStore(), [None] * num_ranks
-
-    def on_threads(act: Callable[[int], None]) -> None:
-        threads = [threading.Thread(target=act, args=(rank,)) for rank in range(num_ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    def make(rank: int) -> None:
-        groups[rank] = dist.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=300))
-
-    def broadcast(rank: int) -> None:
-        groups[rank].broadcast(torch.ones(100), 0).wait()
-
-    def sockets_per_rank() -> float:
-        return round(len(os.listdir("/proc/self/fd")) / num_ranks, 1)
-
-    time_s, _ = cpu_s(lambda: on_threads(make))
-    made = sockets_per_rank()
-    on_threads(broadcast)
-    return {"cpu_s": time_s, "sockets_per_rank": made, "after_a_broadcast": sockets_per_rank()}
-
-
 # ---- saves
-
-
-def local_items(layout: Layout, stage: int, replica: int, shard: int, tp: int) -> list[WriteItem]:
-    """What DCP plans for one rank. `replica` changes nothing."""
-    items = []
-    for block in range(stage * BLOCKS_PER_STAGE, (stage + 1) * BLOCKS_PER_STAGE):
-        for name, (shape, tp_dim) in BLOCK.items():
-            sizes, offsets = list(shape), [0] * len(shape)
-            for dim, degree, coordinate in ((tp_dim, layout.tp, tp), (0, layout.shards, shard)):
-                if dim is not None:
-                    sizes[dim] //= degree
-                    offsets[dim] += sizes[dim] * coordinate
-            weight = f"layers.{block}.{name}.weight"
-            for full in (f"model.{weight}", f"optimizer.{weight}.exp_avg", f"optimizer.{weight}.exp_avg_sq"):
-                items.append(item(full, offsets, sizes, list(shape), WriteItemType.SHARD))
-            items.append(item(f"optimizer.{weight}.step", [], [], [], WriteItemType.TENSOR))
-    return items
-
-
-def item(name: str, offsets: list[int], sizes: list[int], shape: list[int], kind: WriteItemType) -> WriteItem:
-    """One shard of one tensor, in a plan."""
-    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype=torch.float32), torch.Size(shape))
-    return WriteItem(MetadataIndex(name, torch.Size(offsets)), kind, tensor_data=data)
-
-
-def local_plans(layout: Layout) -> Iterator[SavePlan]:
-    """The plans of all ranks, in the order of the ranks."""
-    for stage in range(layout.pp):
-        for replica in range(layout.replicas):
-            for shard in range(layout.shards):
-                for tp in range(layout.tp):
-                    items = local_items(layout, stage, replica, shard, tp)
-                    names = {i.index.fqn: tuple(i.index.fqn.split(".", 1)) for i in items}
-                    yield SavePlan(items, planner_data=names)
 
 
 def dcp_save() -> dict[str, Any]:
@@ -303,7 +170,7 @@ def muon() -> list[dict[str, Any]]:
     results = []
     for num_ranks in (64, 1024, 16384):
         regions = [Region((i, 0), (1, DIM)) for i in range(num_ranks)]
-        find_s, _ = cpu_s(lambda regions=regions: [_first_ranks(regions) for _ in range(10)])
+        find_s, _ = cpu_s(lambda regions=regions: [first_ranks(regions) for _ in range(10)])
         of_rank = [Region((i, 0), (1, DIM)) for i in range(7 * BLOCKS_PER_STAGE)]
         num_bytes = num_ranks * len(pickle.dumps(of_rank))
         results.append({"ranks_of_a_stage": num_ranks, "cpu_s_of_56_matrices": round(find_s * 5.6, 2),

@@ -214,18 +214,19 @@ def partition_reads(tensors: Tensors) -> tuple[Tensors, list[SharedRead]]:
 
 def _read(path: Path, tensors: Tensors, saved: Metadata, ranks: Ranks) -> None:
     """Read this rank's shards of `tensors`. Each rank makes its own plan: DCP would gather the plans of all
-    ranks on rank 0, only to send them back as they are. Raises the error of any rank on all ranks."""
-    failure: BaseException | None = None
+    ranks on rank 0, only to send them back as they are. Raises CheckpointError on all ranks if one of them
+    cannot read."""
+    problem: str | None = None
     try:
         if tensors:
             dcp_load(tensors, storage_reader=SafeReader(path, saved), no_dist=True)
     except CheckpointException as e:  # a BaseException that contains another error
-        failure, _ = next(iter(e.failures.values()))
-        if isinstance(failure, Exception):
-            error = f"rank {ranks.rank}: {type(failure).__name__}: {failure}"
-            failure = CheckpointError(f"{path} cannot be loaded: {error}")
-    if failure := ranks.first(failure):
-        raise failure
+        error, _ = next(iter(e.failures.values()))
+        if not isinstance(error, Exception):  # KeyboardInterrupt
+            raise error from None
+        problem = f"rank {ranks.rank}: {type(error).__name__}: {error}"
+    if problem := ranks.first(problem):
+        raise CheckpointError(f"{path} cannot be loaded: {problem}")
 
 
 def _sections(saved: Metadata) -> set[str]:

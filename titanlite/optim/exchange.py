@@ -105,7 +105,7 @@ class Exchange:
         by_rank: list[list[Region]] = [[] for _ in range(self._size)]
         dist.all_gather_object(by_rank, mine, group=group)
         self._regions = list(zip(*by_rank))  # by tensor, then by rank
-        self._senders = [_first_ranks(regions) for regions in self._regions]
+        self._senders = [first_ranks(regions) for regions in self._regions]
         for tensor, regions, senders in zip(tensors, self._regions, self._senders):
             if sum(regions[rank].numel for rank in senders) != tensor.numel():
                 raise ValueError(f"{regions} are not the shards of a tensor of shape {tuple(tensor.shape)}")
@@ -172,7 +172,7 @@ class Exchange:
         return Transfer(incoming, work)
 
 
-def _first_ranks(regions: Sequence[Region]) -> set[int]:
+def first_ranks(regions: Sequence[Region]) -> set[int]:
     """The lowest rank that has each region, of the regions of all ranks. Empty regions have none."""
     first = dict[Region, int]()
     for rank, region in enumerate(regions):

@@ -29,10 +29,10 @@ from titanlite.planning.cards import GIB, Card, Cluster
 from titanlite.planning.memory import PlannedRun, rank_memory
 from titanlite.report.recorded_run import Record, read_run
 from titanlite.report.terminal import table
-from titanlite.runtime.signals import Stopped, StopRequests, stop_requests
+from titanlite.runtime.signals import Stopped, StopRequests
 from titanlite.runtime.training import BatchLayout
 from titanlite.tools.plan import planned_run
-from titanlite.tools.trial_runs import LOOK_S, RunFailed, end_runs, groups_of_gpus, start_run
+from titanlite.tools.trial_runs import LOOK_S, RunFailed, end_runs, groups_of_gpus, start_run, stoppable
 
 STEPS = 3  # of each run; the first compiles
 MAX_SHARE = 0.95  # of a GPU's memory that torch may reserve: CUDA and NCCL need memory, too
@@ -244,14 +244,13 @@ def _text(log: Path) -> str:
 
 def main(options: Namespace, overrides: Sequence[str]) -> int:
     """Find the largest micro-batch and print it. Returns the exit code."""
-    with stop_requests() as requests, tempfile.TemporaryDirectory(prefix="titanlite-find-batch-") as folder:
+    with stoppable() as requests, tempfile.TemporaryDirectory(prefix="titanlite-find-batch-") as folder:
         trainer = _Trainer(options, overrides, requests, Path(folder))
         sizes, card = trainer.sizes(), trainer.card
         tell(
             f"{card.name}: {card.memory_gib:.1f} GiB, of which torch may reserve {MAX_SHARE:.0%}; "
             "the runs leave out validation, samples, checkpoints and exports"
         )
-        requests.begin(stop_file=None)
         trials = find(sizes, trainer.planned_gib, card.memory_gib, trainer)
     fitting = [trial for trial in trials if trial.fits(card.memory_gib)]
     lines = [_table(trials, trainer), *(_answer(fitting, trials, sizes, trainer) if fitting else [])]

@@ -214,6 +214,10 @@ def _folders(path: Path) -> list[Path]:
     """The run folder `path`, or the run folders in it."""
     below = sorted(path.iterdir()) if path.is_dir() else []
     runs = [folder for folder in (path, *below) if _is_run(folder)]
+    if not runs and (path / "search.json").exists():
+        raise ConfigError(
+            f"--fit: {path} is a search, whose runs differ in more than size and length: name a ladder"
+        )
     if not runs:
         raise ConfigError(f"--fit: {path} is neither a run folder nor a folder with run folders")
     return [path] if path in runs else runs

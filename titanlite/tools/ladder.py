@@ -29,12 +29,11 @@ from titanlite.report.page import report
 from titanlite.report.recorded_run import read_run
 from titanlite.report.terminal import table
 from titanlite.runtime.process import device_name
-from titanlite.runtime.signals import stop_requests
 from titanlite.runtime.training import BatchLayout
 from titanlite.startup import job_toml_text
 from titanlite.tools.fit import MIN_RUNS
 from titanlite.tools.plan import planned_run
-from titanlite.tools.trial_runs import LOSS, Record, Trainer, TrialRun, keys_of
+from titanlite.tools.trial_runs import LOSS, Record, Trainer, TrialRun, keys_of, stoppable
 
 FEW_STEPS = 1000  # a note asks for a smaller batch below
 
@@ -95,8 +94,7 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
     if options.write_only:
         print(f"written to {record.folder}: one TOML file for each run, to train with `titanlite launch`")
         return 0
-    with stop_requests() as requests:
-        requests.begin(stop_file=None)
+    with stoppable() as requests:
         Trainer(record, options.gpus_per_trial, requests).train([run.to_train() for run in runs])
     page = record.folder / "report.html"
     write_atomically(page, report([read_run(run.job.folder, run.name) for run in runs]))

@@ -111,7 +111,7 @@ def _measure(job: Job, config: str, rt: Runtime) -> Measurement:
         seconds = seconds_of(block_collectives(rt, size), rt.synchronize)
         sent = (2 * rt.param_dtype.itemsize + 4) * size * (rt.world_size - 1) / rt.world_size
         planned = planned._replace(link=sent / (LINK_SHARE * card.link_rate))
-        measured = measured._replace(link=max(times[0] for times in rt.gather_floats([seconds])))
+        measured = measured._replace(link=_slowest(rt, seconds)[0])
     return Measurement(
         config=config,
         device=device_name(rt.device),
@@ -135,8 +135,13 @@ def _device_speeds(rt: Runtime) -> tuple[float, float]:
     flops = 2 * n**3 / seconds_of(partial(torch.mm, a, a), rt.synchronize)
     x = torch.zeros(num_bytes // 4, device=rt.device)
     rate = 2 * num_bytes / seconds_of(partial(torch.empty_like(x).copy_, x), rt.synchronize)
-    of_ranks = rt.gather_floats([flops, rate])
-    return min(speeds[0] for speeds in of_ranks), min(speeds[1] for speeds in of_ranks)
+    flops, rate = (min(of_ranks) for of_ranks in zip(*rt.gather_floats([flops, rate])))
+    return flops, rate
+
+
+def _slowest(rt: Runtime, *seconds: float) -> list[float]:
+    """The longest of each time on all ranks. Collective."""
+    return [max(of_ranks) for of_ranks in zip(*rt.gather_floats(seconds))]
 
 
 def _card(device: torch.device, matmul_flops: float, memory_rate: float) -> Card:
@@ -212,8 +217,8 @@ def _timed(job: Job, rt: Runtime, num_blocks: int) -> tuple[float, float]:
             raise
         text = f"out of memory while measuring; lower --training.local_batch_size\n{e}"
         raise OutOfMemory(text) from e
-    of_ranks = rt.gather_floats(times)
-    return max(times[0] for times in of_ranks), max(times[1] for times in of_ranks)
+    micro_batch_s, optimizer_s = _slowest(rt, *times)
+    return micro_batch_s, optimizer_s
 
 
 def _one_document(batch: Batch) -> Batch:

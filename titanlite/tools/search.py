@@ -36,8 +36,7 @@ from titanlite.progress import Progress
 from titanlite.report.page import report
 from titanlite.report.recorded_run import read_run
 from titanlite.report.terminal import table
-from titanlite.runtime.signals import stop_requests
-from titanlite.tools.trial_runs import Record, Trainer, TrialRun, keys_of
+from titanlite.tools.trial_runs import Record, Trainer, TrialRun, keys_of, stoppable
 
 
 class Run(NamedTuple):
@@ -96,8 +95,7 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
     sizes = ", ".join(f"{rung.num_runs} of {_shorter(search.steps, rung.divisor)}" for rung in search.plan)
     unit = "" if isinstance(search.steps, Amount) else " steps"
     tell(f"{len(grid(search.axes))} settings; runs: {sizes}{unit}; in {search.folder}")
-    with stop_requests() as requests:
-        requests.begin(stop_file=None)
+    with stoppable() as requests:
         trainer = Trainer(search.record, options.gpus_per_trial, requests)
         losses = halve(grid(search.axes), search.plan, partial(_train_rung, search, trainer))
         noise = _noise(search, losses, trainer)

@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from titanlite.log import tell
 from titanlite.report.recorded_run import read_run
 from titanlite.report.timeline import duration
 from titanlite.runtime.environment import environment_of_run, visible_gpus
-from titanlite.runtime.signals import Stopped
+from titanlite.runtime.signals import Stopped, StopRequests, stop_requests
 
 LOSS = "eval/loss"
 DIVERGED = 4  # exit code of a run
@@ -89,7 +89,9 @@ class Record:
                 if result.get("loss", "missing") is not None:  # None: the run diverged
                     expect(result, loss=float)
         except ValueError as e:
-            raise ConfigError(f"{self.path}: damaged ({e}); name another folder with --output") from None
+            raise ConfigError(
+                f"{self.path}: damaged ({e}); delete it, and runs that have ended are read again"
+            ) from None
         if changed := [key for key, _, _ in differences(recorded, self.asked)]:
             raise ConfigError(
                 f"{self.folder} holds another {self.kind}, with another {', '.join(changed)}; name another "
@@ -132,6 +134,14 @@ def start_run(arguments: Sequence[str], num_gpus: int, slot: str, log: Path) -> 
         return subprocess.Popen(command, stdout=file, stderr=file, env=environment_of_run(slot))
 
 
+@contextmanager
+def stoppable() -> Iterator[StopRequests]:
+    """Note signals in the body, which starts runs and looks at `stop` of the requests while they train."""
+    with stop_requests() as requests:
+        requests.begin(stop_file=None)
+        yield requests
+
+
 def end_runs(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
     """End runs, and wait for them: SIGTERM, which lets them save, and SIGKILL for those that have not ended
     after `seconds`. The launcher's ranks end with it."""
@@ -149,7 +159,7 @@ def end_runs(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> No
 
 class Trainer:
     """Trains runs of `num_gpus` processes each, as many at a time as there are groups of GPUs; on a CPU one.
-    `requests`: the open titanlite.runtime.signals.stop_requests."""
+    `requests`: of stoppable()."""
 
     def __init__(self, record: Record, num_gpus: int, requests: Any):
         self._record, self._num_gpus, self._requests = record, num_gpus, requests

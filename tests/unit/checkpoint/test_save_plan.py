@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import SavePlan
 
-from benchmarks.many_ranks import Layout, SimulatedRank, local_plans
 from tests.support.checkpoints import EXTRA, names, save_steps
 from tests.support.logs import listening
+from tests.support.simulated_ranks import Layout, SimulatedRank, local_plans
 from titanlite.checkpoint import save_plan
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.ranks import Ranks

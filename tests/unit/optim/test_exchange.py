@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from titanlite.mesh import local_shard
-from titanlite.optim.exchange import Exchange, Ownership, Region, _first_ranks
+from titanlite.optim.exchange import Exchange, Ownership, Region, first_ranks
 
 SHAPES = [(7, 4), (2, 6), (8, 8), (5, 2), (3, 4, 6), (1, 9)]
 
@@ -85,6 +85,6 @@ def test_a_group_that_lacks_a_shard_is_an_error(run_on: Callable[..., Any]) -> N
 
 def test_the_lowest_rank_with_a_region_sends_it() -> None:
     a, b, empty = Region((0, 0), (2, 4)), Region((2, 0), (2, 4)), Region((4, 0), (0, 4))
-    assert _first_ranks([a, b, a, empty, b, empty]) == {0, 1}
+    assert first_ranks([a, b, a, empty, b, empty]) == {0, 1}
     many = [Region((i // 2, 0), (1, 4)) for i in range(16384)]  # a search per region would take a minute
-    assert _first_ranks(many) == set(range(0, 16384, 2))
+    assert first_ranks(many) == set(range(0, 16384, 2))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.many_ranks import connections
+from tests.support.simulated_ranks import connections
 from titanlite.runtime import environment
 
 

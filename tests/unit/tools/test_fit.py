@@ -224,6 +224,12 @@ def test_every_run_that_cannot_be_used_has_a_line(capsys: Capture, runs: Path) -
     assert [line.split(": ")[1] for line in lines] == ["16-2000", "64-8000"]
 
 
+def test_a_search_is_refused(capsys: Capture, tmp_path: Path) -> None:
+    (tmp_path / "search.json").write_text("{}")
+    assert cli.run(["plan", "--fit", str(tmp_path)]) == 2
+    assert "is a search, whose runs differ in more than size and length" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
