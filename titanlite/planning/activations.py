@@ -10,19 +10,29 @@ features of the MLP:
     raw            q + kv, before head norms      out         q   output of attention
     lse            log-sum-exps in fp32, one per query head
 
+Of a layer of K experts per token, h is the hidden features of K experts, and it keeps besides:
+
+    rows      K d  inputs of the experts, one row per expert of a token
+    outputs   K d  outputs of the experts, before their weighted sum
+    routed    d    input of the router in fp32
+    routing        scores of all experts in fp32; numbers, places and weights of the token's experts
+
 Compiled, all of them are kept in the compute dtype. Which ones the compiler keeps was found from runs of
 llama3_1b on one H200 (activation_checkpointing_h200.json, llama3_1b_float8_h200_b16_torchtitan.json in
 benchmarks/results); benchmarks/plan_errors.py compares with all recorded runs. Without the compiler the list
-follows from torch's autograd formulas, and a test counts it.
+follows from torch's autograd formulas, and a test counts it. With experts, the test counts both: no run with
+experts was measured. Tokens are taken to choose all experts equally often.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from titanlite.config.component import ConfigError
 from titanlite.models.base import Decoder
+from titanlite.models.moe import MoEConfig
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 
 NORMS, ATTENTION, MLP = "norms", "attention", "mlp"
@@ -30,15 +40,19 @@ MODULE_OF = {
     "n1": NORMS, "n2": NORMS, "norm1": NORMS, "norm2": NORMS,
     "raw": ATTENTION, "q": ATTENTION, "k": ATTENTION, "v": ATTENTION, "out": ATTENTION, "lse": ATTENTION,
     "gate": MLP, "silu": MLP, "up": MLP, "product": MLP,
+    "rows": MLP, "outputs": MLP, "routed": MLP, "routing": MLP,
 }  # fmt: skip
-# Kept by the mode "op": the results of attention and of products number 1, 3 and 5: q, v and gate.
+# Kept by the mode "op": the results of attention and of products number 1, 3 and 5: q, v and gate. Of
+# experts: the router's results, and the first of their two products, gate and up.
 OP = {"x", "q", "v", "out", "lse", "gate"}
+OP_OF_EXPERTS = {"x", "q", "v", "out", "lse", "gate", "up", "routing"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
     """The sizes of a block, and how it is computed. `size`: bytes of the compute dtype. `is_float8`: its
-    linear layers compute in 8 bits. `tp`, `cp`: degrees."""
+    linear layers compute in 8 bits. `tp`, `cp`: degrees. `num_experts`, `num_chosen`: the experts of the
+    block and those of a token; 0 and 1 for an MLP."""
 
     d: int
     q: int
@@ -51,20 +65,30 @@ class BlockShape:
     is_float8: bool
     tp: int = 1
     cp: int = 1
+    num_experts: int = 0
+    num_chosen: int = 1
 
     @classmethod
     def of(cls, net: Decoder, **how: int | bool) -> BlockShape:
-        config = net.config
-        if net.moe_layers():
-            raise ConfigError("memory and time of models with experts cannot be planned yet", "model.name")
+        config, num_layers = net.config, len(net.moe_layers())
+        if num_layers not in (0, len(net.blocks())) or config.v_head_dim != config.head_dim:
+            raise ConfigError(
+                "models with blocks of two kinds or latent attention cannot be planned yet",
+                "model.name",
+            )
+        hidden, experts = config.hidden_dim, dict[str, Any]()
+        if isinstance(config, MoEConfig):
+            hidden = config.n_experts_per_token * config.moe_hidden_dim
+            experts = {"num_experts": config.n_experts, "num_chosen": config.n_experts_per_token}
         names = [name for name, _ in next(iter(net.blocks().values())).named_parameters()]
         return cls(
             d=config.dim,
             q=config.n_heads * config.head_dim,
             kv=config.n_kv_heads * config.head_dim,
-            h=config.hidden_dim,
+            h=hidden,
             heads=config.n_heads,
             normalizes_heads=any("attn" in name and "norm" in name for name in names),
+            **experts,
             **how,  # type: ignore[arg-type]
         )
 
@@ -90,12 +114,19 @@ class BlockShape:
             "up": self.h * size / tp,
             "product": self.h * size / tp,
         }
+        if self.num_experts:
+            rows = self.num_chosen * self.d * size / tp
+            routing = (4 * self.num_experts + 32 * self.num_chosen) / tp
+            # `routed` is n2 in fp32, so that n2 is not kept.
+            kept |= {"rows": rows, "outputs": rows, "routed": 4 * self.d / tp, "routing": routing, "n2": 0.0}
         if not self.compiled:
             del kept["x2"]  # sums keep nothing
             kept["x"] = 0.0
             # rms_norm keeps its fp32 input; silu and the product keep their inputs
             kept |= {"norm1": 4 * self.d / tp, "norm2": 4 * self.d / tp, "silu": self.h * size / tp}
             kept["raw"] = raw * 4 / tp
+            if self.num_experts:  # summed in fp32
+                kept["outputs"] = 4 * self.num_chosen * self.d / tp
         elif self.is_float8:
             # Casts to 8 bits are repeated in the backward, and with them what is cheap to compute.
             kept |= {"product": 0.0, "n1": 0.0, "n2": 0.0}
@@ -113,7 +144,8 @@ class BlockShape:
         compiled code writes most of them over tensors that it needs no more (optimizer_curves_h200.json, and
         with the mode attention blind_points_h200.json)."""
         num = 3 if repeats or not self.compiled else 1
-        return (num * self.h + self.d) * self.size / self.tp
+        rows = self.num_chosen * self.d if self.num_experts else 0
+        return (num * self.h + self.d + rows) * self.size / self.tp
 
 
 @dataclass(frozen=True)
@@ -152,7 +184,8 @@ def kept_by_block(shape: BlockShape, config: ActivationCheckpoint, num_blocks: i
 def _selective(shape: BlockShape, tensors: Mapping[str, float], option: str, gathered: float) -> Kept:
     total = sum(tensors.values())
     if option == "op":
-        kept = sum(size for name, size in tensors.items() if name in OP) + shape.d * shape.size / shape.tp
+        names = OP_OF_EXPERTS if shape.num_experts else OP
+        kept = sum(size for name, size in tensors.items() if name in names) + shape.d * shape.size / shape.tp
         kept -= tensors["x"]
         others = gathered - tensors["v"] if gathered else 0.0
         return Kept(kept + others, max(total - kept, 0.0), 0.0, repeats_mlp=True)
@@ -169,6 +202,7 @@ def _selective(shape: BlockShape, tensors: Mapping[str, float], option: str, gat
     size = sum(tensors[name] for name in dropped)
     # Without the compiler, a repeated module keeps its input if nothing else does.
     inputs = 2 * shape.d * shape.size / shape.tp if not shape.compiled and NORMS in modules else 0.0
-    matrices = {ATTENTION: 2 * shape.d * (shape.q + shape.kv), MLP: 3 * shape.d * shape.h}
+    hidden = shape.h * max(shape.num_experts, 1) // shape.num_chosen
+    matrices = {ATTENTION: 2 * shape.d * (shape.q + shape.kv), MLP: 3 * shape.d * hidden}
     casts = 1 - sum(matrices.get(m, 0) for m in modules) / sum(matrices.values())
     return Kept(total - size + inputs, size, casts, repeats_mlp=MLP in modules)

@@ -1,8 +1,8 @@
 """The time of a step, from FLOPs, bytes and the speeds of the GPU, and what it is spent on.
 
-A micro-batch has t tokens of sequences of length T on one rank. N parameters are multiplied with every token,
-N_b of them in the blocks without their last products, which are not repeated; r: share of the blocks whose
-forward is repeated; L blocks, H heads of size E.
+A micro-batch has t tokens of sequences of length T on one rank. N parameters are multiplied with every
+token; of experts, those of the token's own. N_b of them are in the blocks, without their last products, which
+are not repeated; r: share of the blocks whose forward is repeated; L blocks, H heads of size E.
 
     matrix products   (6 N + 2 r N_b) t FLOPs
     attention         (6 + 2 r) L H E T t FLOPs: half of 12 L H E T t, because it is causal
@@ -97,6 +97,7 @@ def guesses(run: PlannedRun, changed: Sequence[str] | None = None) -> list[str]:
         "without compile.enable, steps took at least 1.2 times as long": not run.compile.enable,
         "with [lora], steps took 1.6 times as long (uncompiled)": has_frozen,
         "no run in fp32 was measured": run.param_dtype == torch.float32,
+        "no run with experts was measured": run.shape.num_experts > 0,
     }
     if changed is not None:
         of_compute = {f"it was calibrated with another {', '.join(changed)}": bool(changed)}
@@ -115,13 +116,12 @@ def _compute(run: PlannedRun, cluster: Cluster) -> dict[str, float]:
     repeated = sum(k.repeated for k in kept) / max(sum(k.repeated + k.kept for k in kept), 1)
     if run.activation_checkpoint.mode == "full":
         repeated = 1.0
-    blocks = sum(p.numel() for p in net.blocks().parameters())
     forward = net.flops_per_token(run.training.seq_len)
     attention = forward - net.flops_per_token(0)
+    # Of experts, the parameters of those that a token chooses; without the head and the final norm.
+    blocks = net.num_matmul_parameters() - (net.vocab_size + 1) * config.dim
     block_share = 6 * blocks / max(forward - attention, 1)
-    last = (
-        config.dim * config.hidden_dim * config.n_layers / blocks
-    )  # whose result the backward does not need
+    last = config.dim * run.shape.h * config.n_layers / blocks  # whose result the backward does not need
     products = (forward - attention) * (1 + repeated * (1 - last) * block_share / 3)
     if run.float8.enable:
         products *= 1 - (1 - FLOAT8_TIME) * block_share

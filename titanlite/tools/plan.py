@@ -145,7 +145,7 @@ def _plan(job: Job, options: Namespace) -> tuple[dict[str, Any], Layout]:
         "time": time,
         "checkpoint": _checkpoint(layout, time, gpus, options.mtbf),
         "optimum": None
-        if job.lora.enable or options.fit
+        if job.lora.enable or options.fit or run.shape.num_experts
         else vars(optimum(model["parameters"], length["tokens"])),
         "notes": _notes(job, run, cluster, measurement),
     }
@@ -303,6 +303,11 @@ def _notes(job: Job, run: PlannedRun, cluster: Cluster, measurement: Measurement
             "in fp32 with fewer key than query heads, torch has no fused attention kernel on CUDA: a run "
             'needs attention.sdpa_kernel = "math", whose time and quadratic memory are not counted'
         )
+    if run.shape.num_experts:
+        notes.append(
+            "memory of experts follows from the code, no run was measured; tokens are taken to choose all "
+            "experts equally often"
+        )
     if not knows_state(run.optimizer):
         notes.append(f"the state of {run.optimizer.name!r} is taken to be two fp32 moments per parameter")
     if job.data.mask_documents:
@@ -398,7 +403,7 @@ def _advice(plan: dict[str, Any]) -> str:
         f"saves and steps repeated after failures: {lost} of the time; expected in this run: "
         f"{_rounded(saved['expected_failures'])} failures, whose restarts are not counted",
     ]
-    if best is None:  # adapters: the law is of models trained from scratch; or the runs of --fit have a law
+    if best is None:  # the law is of dense models trained from scratch; or the runs of --fit have a law
         return "\n".join(lines)
     excess = f"{best['excess']:.2f}" if best["excess"] >= NEAR_OPTIMUM else f"less than {NEAR_OPTIMUM}"
     lines += [

@@ -19,8 +19,11 @@ from titanlite.config.component import ConfigError
 from titanlite.job import Job, load_job
 from titanlite.losses import ChunkedCrossEntropy
 from titanlite.mesh import Parallelism, build_mesh, local_shard
+from titanlite.models.base import ModelFamily
 from titanlite.models.llama3 import Llama3
+from titanlite.models.olmoe import Olmoe
 from titanlite.models.qwen3 import Qwen3
+from titanlite.models.qwen3_moe import Qwen3MoE
 from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import make_state
 from titanlite.optim.muon import Muon
@@ -74,7 +77,7 @@ def test_planned_shards_are_those_of_the_real_transforms(
             assert largest == sizes, keys
 
 
-def kept_bytes(model: Llama3 | Qwen3, tokens: int) -> float:
+def kept_bytes(model: ModelFamily, tokens: int, compiled: bool = False) -> float:
     """Bytes per token of the tensors that autograd keeps in the forward of a block in bf16, beside weights
     and rotary tables."""
     with torch.device("cpu"):
@@ -82,6 +85,8 @@ def kept_bytes(model: Llama3 | Qwen3, tokens: int) -> float:
     config, block = model.config, next(iter(net.blocks().values()))
     for p in net.parameters():
         torch.nn.init.ones_(p)
+    if compiled:  # split into forward and backward as inductor does
+        block.compile(fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
     x = torch.ones(1, tokens, config.dim, dtype=torch.bfloat16, requires_grad=True)
     tables = torch.ones(tokens, config.head_dim), torch.ones(tokens, config.head_dim)
     others = {t.untyped_storage().data_ptr() for t in (*net.parameters(), *tables)}
@@ -109,6 +114,18 @@ def test_kept_tensors_without_the_compiler_are_those_of_autograd(model: Any) -> 
     measured = kept_bytes(model, 256)
     assert planned + 4 * normed == pytest.approx(measured, rel=0.02)
     assert planned + 4 * normed - 2 * shape.h < 0.95 * measured  # one tensor less is found
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("family", [Qwen3MoE, Olmoe])
+def test_kept_tensors_of_experts_are_those_of_autograd(family: type[ModelFamily], compiled: bool) -> None:
+    model = family(flavor="debug")
+    shape = BlockShape.of(model.build_on_meta(), size=2, compiled=compiled, is_float8=False)
+    # As above, the CPU's norm keeps more, if it is not compiled.
+    normed = 0 if compiled else 2 * shape.d + shape.q + shape.kv
+    planned, measured = sum(shape.tensors().values()) + 4 * normed, kept_bytes(model, 256, compiled)
+    assert planned == pytest.approx(measured, rel=0.02)
+    assert planned - 2 * shape.num_chosen * shape.d < 0.96 * measured  # without the experts' inputs
 
 
 @pytest.mark.parametrize(
@@ -200,6 +217,7 @@ def test_a_step_time_that_is_far_off_is_called_a_guess() -> None:
             "ZBVZeroBubble",
         ),
         (["--training.enable_cpu_offload"], 1, "enable_cpu_offload"),
+        (["--model.name=qwen3_moe", "--model.flavor=30B-A3B"], 1, "experts"),
     ],
 )
 def test_kinds_of_runs_without_a_measured_time(overrides: list[str], gpus: int, reason: str) -> None:

@@ -85,6 +85,17 @@ def test_the_law_of_training_from_scratch_is_left_out_with_adapters(capsys: Capt
     assert "\nhalf the parameters" in capsys.readouterr().out  # control
 
 
+def test_experts_are_counted_but_the_law_of_dense_models_is_not_asked(capsys: Capture) -> None:
+    flavor = ["--model.name=qwen3_moe", "--model.flavor=30B-A3B", "--model.overrides.n_layers=8"]
+    plan = planned(capsys, "plan", "llama3_1b", "--gpus=1xH200", *flavor)
+    assert plan["model"]["parameters"] == 5_607_297_024
+    assert plan["memory"]["weights_gib"] == pytest.approx(4 * 5_607_297_024 / 2**30)
+    assert plan["optimum"] is None
+    assert "experts" in " ".join(plan["notes"])
+    active = 5_607_297_024 - 8 * 120 * 3 * 2048 * 768 - 151936 * 2048  # without 120 experts per block
+    assert plan["model"]["matmul_parameters"] == active
+
+
 def test_a_distance_that_is_too_small_to_tell_is_not_given(capsys: Capture) -> None:
     words = ["plan", "llama3_1b", "--gpus=1xH100"]  # 20 tokens per parameter
     texts = []
