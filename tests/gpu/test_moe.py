@@ -1,0 +1,110 @@
+"""Experts on CUDA: the grouped product of torch, no wait for the device, equal bits in every run, and runs of one
+and two GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.gpu import column, run
+from titanlite.models.grouped_mm import grouped_loop, grouped_mm
+from titanlite.models.moe import MoE
+from titanlite.models.qwen3_moe import Qwen3MoE
+
+pytestmark = pytest.mark.gpu
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+SIZES = {"all": [40, 8, 100, 3], "empty groups": [0, 151, 0, 0], "one row": [0, 0, 1, 0], "no rows": [0] * 4}
+MODEL = [
+    "--model.name=qwen3_moe", "--model.overrides.n_experts=4", "--model.overrides.n_experts_per_token=2",
+    "--model.overrides.moe_hidden_dim=32", "--model.overrides.head_dim=16", "--training.seq_len=256",
+    "--data.holdout_sequences=0", "--training.global_batch_size=4",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_grouped_products_equal_the_loop(sizes: list[int]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(sum(sizes), 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(4, 48, 64, device="cuda", requires_grad=True)
+    ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
+    out, wanted = grouped_mm(x, weight, ends), grouped_loop(x, weight.bfloat16(), ends)
+    g = torch.randn_like(out)
+    actual = (out, *torch.autograd.grad(out, (x, weight), g))
+    for a, b in zip(actual, (wanted, *torch.autograd.grad(wanted, (x, weight), g)), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=5e-2)
+    assert not actual[2][torch.tensor(sizes) == 0].any(), "an expert without rows has a gradient of 0"
+
+
+def layer() -> MoE:
+    torch.manual_seed(0)
+    shape = {"dim": 256, "n_experts": 32, "n_experts_per_token": 4, "moe_hidden_dim": 128}
+    mlp = MoE(Qwen3MoE(flavor="debug", overrides=shape).config).cuda()
+    for p in mlp.parameters():
+        torch.nn.init.normal_(p, std=0.05)
+    return mlp
+
+
+def results(mlp: MoE) -> list[torch.Tensor]:
+    """The output, and the gradients of the input and of the weights."""
+    torch.manual_seed(1)
+    x = torch.randn(2, 1024, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    out = mlp(x)
+    g = torch.randn_like(out)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = mlp(x)
+        return [out.detach(), *torch.autograd.grad(out, (x, *mlp.parameters()), g)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_layer_waits_for_nothing_and_has_equal_bits_every_time() -> None:
+    mlp = layer()
+    first = results(mlp)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(first, results(mlp), strict=True))
+
+
+def test_a_compiled_layer_equals_the_layer() -> None:
+    mlp = layer()
+    wanted = results(mlp)
+    mlp.compile(fullgraph=True, dynamic=False)
+    for a, b in zip(results(mlp), wanted, strict=True):
+        assert (a.float() - b.float()).norm() < 2e-2 * b.float().norm()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["--compile.enable"],
+        ["--compile.enable", "--activation_checkpoint.mode=full"],
+        ["--compile.enable", "--activation_checkpoint.mode=selective"],
+        ["--activation_checkpoint.mode=selective"],
+    ],
+    ids=str,
+)
+def test_compile_and_recompute_give_the_same_loss(tmp_path: Path, corpus: Path, keys: list[str]) -> None:
+    plain = run(tmp_path, corpus, *MODEL, name="plain")
+    other = run(tmp_path, corpus, *MODEL, *keys, name="other")
+    assert column(other, "train/loss") == pytest.approx(column(plain, "train/loss"), rel=1e-2)  # bf16
+
+
+def test_deterministic_runs_are_equal_to_the_bit(tmp_path: Path, corpus: Path) -> None:
+    one, two = (
+        run(tmp_path, corpus, *MODEL, "--training.deterministic", "--compile.enable", name=name)
+        for name in ("one", "two")
+    )
+    assert column(one, "train/loss") == column(two, "train/loss")
+    assert column(one, "train/grad_norm") == column(two, "train/grad_norm")
+
+
+@two_gpus
+@pytest.mark.parametrize("keys", [[], ["--parallelism.context_parallel_degree=2"]], ids=["fsdp", "cp"])
+def test_two_gpus_equal_one(tmp_path: Path, corpus: Path, keys: list[str]) -> None:
+    fp32 = "--training.mixed_precision_param=float32"
+    one = run(tmp_path, corpus, *MODEL, fp32, name="one")
+    two = run(tmp_path, corpus, *MODEL, fp32, *keys, ngpu=2, name="two")
+    assert column(two, "train/loss") == pytest.approx(column(one, "train/loss"), rel=1e-3)
