@@ -1,5 +1,5 @@
-"""Experts on CUDA: the grouped product of torch, no wait for the device, equal bits in every run, and runs of one
-and two GPUs."""
+"""Experts on CUDA: the grouped product of torch, no wait for the device, equal bits in every run, and runs
+of one and two GPUs."""
 
 from __future__ import annotations
 

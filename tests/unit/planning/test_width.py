@@ -14,6 +14,7 @@ from titanlite.config.component import ConfigError
 from titanlite.models.base import ModelFamily
 from titanlite.models.llama3 import Llama3
 from titanlite.models.qwen3 import Qwen3
+from titanlite.models.qwen3_moe import Qwen3MoE
 from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import Optimizer, ParamGroup
 from titanlite.optim.muon import Muon
@@ -38,6 +39,12 @@ def test_shapes_keep_their_ratios() -> None:
     assert apart["n_heads"] == 8, "with heads of 128, query features are twice dim"
     with pytest.raises(ConfigError, match=r"width 100 has 100 query features, no multiple of head_dim 64"):
         shape_at(config, 100)
+
+
+def test_widths_of_experts_are_refused() -> None:
+    model = Qwen3MoE(flavor="debug")
+    with pytest.raises(ConfigError, match="other widths of models with experts are not supported yet"):
+        shape_at(model.config, 2 * model.config.dim)
 
 
 def test_scales() -> None:
