@@ -49,7 +49,7 @@ BLOCK_BYTES = 32 << 20  # size of the blocks in which values are converted to an
 
 
 class ExportFormat(NamedTuple):
-    """The form of an exported model. `dtype`: dtype of the written floating-point tensors; None: each keeps
+    """The form of an exported model. `dtype`: dtype of the written parameters; None: each keeps
     its own. `keep_padding`: also write the rows of embedding and head without a token id."""
 
     dtype: torch.dtype | None = None
@@ -185,6 +185,7 @@ def _outputs(weights: Weights, model: ModelAndTokenizer, form: ExportFormat) -> 
     """Return the tensors of the export in the model's order, and the size of its vocabulary."""
     net = model.family.build_on_meta()
     vocabulary, outputs, vocab_size = vocabulary_of(net), [], net.vocab_size
+    parameters = dict(net.named_parameters())
     for name in model_tensors(net):
         if name not in weights.tensors:  # a buffer that Hugging Face's files do not have
             continue
@@ -196,7 +197,8 @@ def _outputs(weights: Weights, model: ModelAndTokenizer, form: ExportFormat) -> 
                 raise ConfigError(f"{weights.path}: {name} has {shape[0]} rows, the tokenizer {num_ids} ids")
             vocab_size = shape[0] if form.keep_padding else num_ids
             shape = (vocab_size, *shape[1:])
-        written = form.dtype if form.dtype and stored.dtype.is_floating_point else stored.dtype
+        # Buffers keep their dtype: a router's correction bias in bf16 would choose other experts.
+        written = form.dtype if form.dtype and name in parameters else stored.dtype
         factor = net.export_factor(name)
         for part, index in net.hf_tensors(name, shape):
             region = region_at(index, shape)

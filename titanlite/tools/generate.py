@@ -208,10 +208,17 @@ def _load(weights: Weights, family: ModelFamily, device: torch.device) -> Decode
         raise CheckpointError(
             f"{weights.path} does not fit its own configuration: {listed(faults, separator='; ')}"
         )
-    net.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    _cast(net, torch.bfloat16 if device.type == "cuda" else torch.float32)
     net.to_empty(device=device)
     net.fill_buffers()
     load_weights(weights, net)
     if names := non_finite({"model": model_tensors(net)}):
         raise CheckpointError(f"{weights.path}: {listed(names)} has values that are not finite")
     return net.requires_grad_(False)
+
+
+def _cast(net: Decoder, dtype: torch.dtype) -> None:
+    """Cast the parameters of `net` to `dtype`. Buffers keep theirs: in bf16, a router's correction bias would
+    choose other experts."""
+    for parameter in net.parameters():
+        parameter.data = parameter.data.to(dtype)

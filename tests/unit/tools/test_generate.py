@@ -15,12 +15,14 @@ from tests.support.jobs import make_job
 from tests.support.tiers import sampled
 from titanlite import cli
 from titanlite.models.base import ModelFamily
+from titanlite.models.deepseek_v3 import DeepSeekV3
 from titanlite.models.llama3 import Llama3
 from titanlite.models.mistral import Mistral
 from titanlite.models.qwen2 import Qwen2
 from titanlite.models.qwen3 import Qwen3
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tokenizers.tiktoken import Tiktoken
+from titanlite.tools import generate
 from titanlite.tools.generate import open_source
 from titanlite.train import train
 
@@ -255,7 +257,7 @@ def damaged(folder: Path, damage: str) -> None:
         ("shape", 3, "q_norm.weight in model.safetensors has shape (3,), the model's has (16,)"),
         ("rows", 3, "has shape (250, 32), the model's has (258, 32)"),
         ("no tokenizer", 2, "tokenizer.json"),
-        ("architecture", 2, 'model_type "gpt2" is not supported (known: llama, mistral, qwen2, qwen3)'),
+        ("architecture", 2, 'model_type "gpt2" is not supported (known: deepseek_v3, llama,'),
     ],
 )
 def test_a_damaged_directory_is_told(run: Run, qwen3: Path, damage: str, code: int, message: str) -> None:
@@ -279,3 +281,19 @@ def test_a_tokenizer_of_another_model_is_told(run: Run, qwen3: Path) -> None:
         (qwen3 / name).write_bytes(content)
     said = complaint(run(qwen3, "--prompt=ab"))
     assert "its config.json vocab_size = 258: they belong to different models" in said
+
+
+def test_buffers_keep_their_dtype_on_a_gpu() -> None:
+    """Correction biases of routers in bf16 would choose other experts."""
+    net = DeepSeekV3(flavor="debug").build_on_meta()
+    generate._cast(net, torch.bfloat16)
+    assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
+    assert {b.dtype for b in net.buffers()} == {torch.float32}
+
+
+def test_a_run_with_experts_continues_prompts(tmp_path: Path, corpus: Path) -> None:
+    experts = {"n_kv_heads": 4, "head_dim": 24, "rope_head_dim": 8, "v_head_dim": 16, "moe_hidden_dim": 16}
+    keys = [f"--model.overrides.{key}={value}" for key, value in experts.items()]
+    job = make_job(tmp_path, corpus, "--model.name=deepseek_v3", *keys, "--training.steps=1")
+    train(job)
+    assert cli.run(["generate", str(job.folder), "--prompt", "ab", "--max-new-tokens", "4"]) == 0
