@@ -34,7 +34,7 @@ def assert_same(actual: dict[str, torch.Tensor], whole: dict[str, torch.Tensor])
 @pytest.mark.parametrize(
     ("family", "world_size", "layout"),
     [
-        (QWEN3, 2, {}),
+        full(QWEN3, 2, {}),
         *(
             full(family, world_size, layout)
             for family in (QWEN3, OLMOE)

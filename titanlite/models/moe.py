@@ -226,7 +226,8 @@ class MoEDecoder(RotaryDecoder):
         return 2 if name.endswith("experts.gate_up_proj") else super().num_stacked(name)
 
     def num_matmul_parameters(self) -> int:
-        """Of the experts, those that a token chooses."""
+        """The number of parameters that every token is multiplied with. Of the experts, those that it
+        chooses."""
         experts = [p for layer in self.moe_layers().values() for p in layer.experts.parameters()]
         num_idle = self.config.n_experts - self.config.n_experts_per_token
         return super().num_matmul_parameters() - num_idle * sum(p[0].numel() for p in experts)
@@ -262,9 +263,11 @@ def experts_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The fields that experts_to_hf writes, from a config.json. Raises ConfigError for missing keys."""
     # transformers 5 reads num_experts and writes num_local_experts.
     values = {"num_experts": config.get("num_local_experts"), **config}
-    keys = {"num_experts": "n_experts", "num_experts_per_tok": "n_experts_per_token"}
-    # transformers assumes false, but Qwen3 has true: nothing is assumed for a missing key.
-    keys["norm_topk_prob"] = "norm_topk_prob"
+    keys = {
+        "num_experts": "n_experts",
+        "num_experts_per_tok": "n_experts_per_token",
+        "norm_topk_prob": "norm_topk_prob",  # transformers assumes false, but Qwen3's models have true
+    }
     if missing := [key for key in keys if values.get(key) is None]:
         raise ConfigError(f"config.json has no {missing[0]}")
     if type(values["norm_topk_prob"]) is not bool:

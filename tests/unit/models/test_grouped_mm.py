@@ -49,6 +49,7 @@ def test_control_shifted_ends_give_other_products() -> None:
         assert (grouped_mm(x, weight, ends) - by_group(x, weight, shifted)).abs().max() > 1
 
 
+@pytest.mark.full
 def test_the_operators_fit_their_declarations() -> None:
     """Shapes and strides under torch.compile, and the gradient's formula."""
     for sizes in (SIZES["empty groups"], SIZES["no rows"]):
