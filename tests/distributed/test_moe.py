@@ -162,10 +162,3 @@ def test_what_does_not_work_yet_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         make_job(tmp_path, corpus, *MODEL, *keys, world_size=2)
-
-
-def test_an_export_is_refused_before_the_first_step(tmp_path: Path, corpus: Path) -> None:
-    job = make_job(tmp_path, corpus, *MODEL, "--checkpoint.export_hf=true")
-    with pytest.raises(ConfigError, match="cannot be imported from or exported to other programs' files yet"):
-        train(job)
-    assert not (job.folder / "checkpoint").exists()

@@ -12,8 +12,10 @@ from torch import nn
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.llama3 import Llama3
 from titanlite.models.mistral import Mistral
+from titanlite.models.olmoe import Olmoe
 from titanlite.models.qwen2 import Qwen2
 from titanlite.models.qwen3 import Qwen3
+from titanlite.models.qwen3_moe import Qwen3MoE
 
 SHAPE = {
     "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "hidden_dim": 64,
@@ -21,6 +23,8 @@ SHAPE = {
 }  # fmt: skip
 SCALED = {"rope_factor": 8.0, "rope_original_max_position": 64, "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "rope_factor": 4.0, "rope_original_max_position": 64, "rope_theta": 1e4}
+# More than ten, so that the order of their numbers is not that of their names.
+EXPERTS = {"n_experts": 12, "n_experts_per_token": 3, "moe_hidden_dim": 24}
 VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "scaled rope": {**SCALED, "tie_word_embeddings": False},
@@ -28,6 +32,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3": {"name": "qwen3", "head_dim": 16, "tie_word_embeddings": False},
     "qwen3, tied": {"name": "qwen3", "tie_word_embeddings": True},
     "qwen2, yarn": {"name": "qwen2", "tie_word_embeddings": False, **YARN},
+    "qwen3_moe": {"name": "qwen3_moe", "tie_word_embeddings": False, **EXPERTS},
+    "olmoe": {"name": "olmoe", "tie_word_embeddings": False, "hidden_dim": 0, **EXPERTS},
     "mistral, tied": {"name": "mistral", "tie_word_embeddings": True, "sliding_window": 20},
 }
 
@@ -46,7 +52,7 @@ class Parameters(Decoder):
 
 def family(name: str = "llama3", **overrides: Any) -> ModelFamily:
     """The family of a tiny model with a vocabulary of 258 ids, for raw bytes."""
-    component = {"llama3": Llama3, "mistral": Mistral, "qwen2": Qwen2, "qwen3": Qwen3}[name]
+    component = {choice.name: choice for choice in (Llama3, Mistral, Olmoe, Qwen2, Qwen3, Qwen3MoE)}[name]
     return component(flavor="debug", overrides={**SHAPE, **overrides})
 
 

@@ -34,7 +34,6 @@ from titanlite.interop.weights import (
     Region,
     Weights,
     check,
-    check_no_experts,
     region_at,
     shape_at,
     vocabulary_of,
@@ -90,7 +89,6 @@ def write_directory(
     are written; the export stops when it returns True.
     Raises ConfigError if the weights belong to another model or `target` exists, CheckpointError if `target`
     cannot be written. An error leaves nothing on the disk."""
-    check_no_experts(model.family)
     check(weights, model.family)
     outputs, vocab_size = _outputs(weights, model, form)
     shards = _in_shards(outputs, form.max_shard_bytes)
@@ -186,8 +184,8 @@ def _outputs(weights: Weights, model: ModelAndTokenizer, form: ExportFormat) -> 
     net = model.family.build_on_meta()
     vocabulary, outputs, vocab_size = vocabulary_of(net), [], net.vocab_size
     parameters = dict(net.named_parameters())
-    for name in model_tensors(net):
-        if name not in weights.tensors:  # a buffer that Hugging Face's files do not have
+    for name, tensor in model_tensors(net).items():
+        if not net.hf_tensors(name, tuple(tensor.shape)):
             continue
         stored = weights.tensors[name]
         shape = stored.shape

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titanlite.config.component import ConfigError
-from titanlite.models.base import ModelFamily, Role, is_adapter
+from titanlite.models.base import Index, ModelFamily, Role, is_adapter
 from titanlite.models.decoder import (
     MLP_PLAN,
     AttentionLayer,
@@ -221,6 +221,17 @@ class MoEDecoder(RotaryDecoder):
             if isinstance(module, Experts):
                 return "expert"
         return super().parameter_role(name)
+
+    def hf_tensors(self, name: str, shape: tuple[int, ...]) -> list[tuple[str, Index]]:
+        """The files have the three matrices of each expert."""
+        module, _, matrix = name.rpartition(".")
+        if not isinstance(self.get_submodule(module), Experts):
+            return super().hf_tensors(name, shape)
+        num_experts, num_rows, _ = shape
+        rows = {"down_proj": slice(0, num_rows)}
+        if matrix == "gate_up_proj":
+            rows = {"gate_proj": slice(0, num_rows // 2), "up_proj": slice(num_rows // 2, num_rows)}
+        return [(f"{module}.{n}.{part}.weight", (n, rows[part])) for n in range(num_experts) for part in rows]
 
     def num_stacked(self, name: str) -> int:
         return 2 if name.endswith("experts.gate_up_proj") else super().num_stacked(name)
