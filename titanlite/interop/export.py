@@ -48,8 +48,9 @@ BLOCK_BYTES = 32 << 20  # size of the blocks in which values are converted to an
 
 
 class ExportFormat(NamedTuple):
-    """The form of an exported model. `dtype`: dtype of the written parameters; None: each keeps
-    its own. `keep_padding`: also write the rows of embedding and head without a token id."""
+    """The form of an exported model. `dtype`: dtype of the written floating-point parameters; None: each
+    keeps its own, as buffers always do. `keep_padding`: also write the rows of embedding and head without a
+    token id."""
 
     dtype: torch.dtype | None = None
     max_shard_bytes: int = MAX_SHARD_BYTES

@@ -134,8 +134,8 @@ def test_control_experts_in_the_order_of_their_names_are_another_model(
 
 @pytest.mark.full
 def test_an_export_does_not_depend_on_the_layout(directory: Path, tmp_path: Path, corpus: Path) -> None:
-    """A run that starts from transformers' weights, on two ranks with FSDP and in one process, exports them as
-    they were; the files are equal byte for byte."""
+    """A run that starts from transformers' weights, on two ranks with FSDP and in one process, exports them
+    unchanged; the files are equal byte for byte."""
     keys = [f"--checkpoint.initial_load_path={directory}", UNMOVED, "--training.steps=1", *keys_of(FAMILY)]
     ranks.run(2, train_on_rank, tmp_path, corpus, keys, "two", 2)
     train(make_job(tmp_path, corpus, *keys, name="one"))
