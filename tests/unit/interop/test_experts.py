@@ -20,6 +20,7 @@ from tests.support.models import VARIANTS, family, hugging_face, keys_of, random
 from tests.support.runs import train_on_rank
 from tests.support.tiers import full
 from titanlite import cli
+from titanlite.checkpoint.state import model_tensors
 from titanlite.config.component import ConfigError
 from titanlite.interop import dcp
 from titanlite.interop.export import ExportFormat, write_directory
@@ -27,6 +28,7 @@ from titanlite.interop.formats import open_weights
 from titanlite.interop.huggingface import open_hugging_face
 from titanlite.interop.weights import ModelAndTokenizer, check, load_weights, shape_at
 from titanlite.models.base import Decoder, Index, ModelFamily
+from titanlite.models.deepseek_v3 import DeepSeekV3
 from titanlite.models.moe import MoEDecoder
 from titanlite.models.olmoe import Olmoe
 from titanlite.models.qwen3_moe import Qwen3MoE
@@ -55,9 +57,9 @@ def imported(path: Path, component: ModelFamily = FAMILY) -> Decoder:
     return net
 
 
-def write(path: Path, target: Path, **form: Any) -> dict[str, torch.Tensor]:
-    pair = ModelAndTokenizer(FAMILY, Bytes().build())
-    write_directory(open_weights(path, FAMILY), target, pair, ExportFormat(**form))
+def write(path: Path, target: Path, component: ModelFamily = FAMILY, **form: Any) -> dict[str, torch.Tensor]:
+    pair = ModelAndTokenizer(component, Bytes().build())
+    write_directory(open_weights(path, component), target, pair, ExportFormat(**form))
     return tensors_in(target)
 
 
@@ -70,7 +72,12 @@ def assert_bit_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.
 
 
 @pytest.mark.parametrize(
-    ("component", "num_names"), [(Olmoe(flavor="1B-7B"), 3219), full(Qwen3MoE(flavor="30B-A3B"), 18867)]
+    ("component", "num_names"),
+    [
+        (Olmoe(flavor="1B-7B"), 3219),
+        full(Qwen3MoE(flavor="30B-A3B"), 18867),
+        full(DeepSeekV3(flavor="16B"), 5317),
+    ],
 )
 def test_names_and_shapes_are_those_that_transformers_writes(component: ModelFamily, num_names: int) -> None:
     from transformers.core_model_loading import revert_weight_conversion
@@ -82,7 +89,7 @@ def test_names_and_shapes_are_those_that_transformers_writes(component: ModelFam
     net = component.build_on_meta()
     ours = [
         (part, shape_at(index, p.shape))
-        for name, p in net.named_parameters()
+        for name, p in model_tensors(net).items()
         for part, index in net.hf_tensors(name, tuple(p.shape))
     ]
     assert len(ours) == num_names
@@ -108,6 +115,18 @@ def test_an_export_is_complete_for_transformers(directory: Path, tmp_path: Path)
     from_pretrained = transformers.AutoModelForCausalLM.from_pretrained
     _, report = from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert {key: list(names) for key, names in report.items() if names} == {}
+
+
+def test_a_correction_bias_is_not_rounded(tmp_path: Path) -> None:
+    component = family(**VARIANTS["deepseek_v3"])
+    hugging_face(component).save_pretrained(tmp_path / "theirs")
+    exact = tensors_in(tmp_path / "theirs")
+    written = write(tmp_path / "theirs", tmp_path / "ours", component, dtype=torch.bfloat16)
+    biases = [name for name in exact if name.endswith("e_score_correction_bias")]
+    assert biases
+    assert {t.dtype for name, t in written.items() if name not in biases} == {torch.bfloat16}
+    assert all(torch.equal(written[name], exact[name]) for name in biases)
+    assert any(not torch.equal(exact[name].bfloat16().float(), exact[name]) for name in biases)
 
 
 def test_control_experts_in_the_order_of_their_names_are_another_model(
