@@ -62,7 +62,7 @@ def test_the_table_of_test_times_is_written_from_the_measurement() -> None:
 
 
 PREFIXES = (
-    "train|eval|throughput|probe|time|memory|gpu|data|progress|compile|checkpoint|norms|logits|numerics"
+    "train|eval|throughput|probe|time|memory|gpu|data|progress|compile|checkpoint|norms|logits|numerics|moe"
 )
 NAME = re.compile(rf'"((?:{PREFIXES})/[a-z0-9_]+)"')
 

@@ -49,6 +49,7 @@ from titanlite.metrics.guard import Guard
 from titanlite.metrics.meter import Metrics
 from titanlite.metrics.profiling import Profiling
 from titanlite.models.base import Decoder, ModelFamily
+from titanlite.models.load_balance import LoadBalance
 from titanlite.models.lora import LoRA
 from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import Optimizer
@@ -100,6 +101,7 @@ class Job:
 
     job: JobInfo = field(default_factory=JobInfo)
     model: ModelFamily
+    moe: LoadBalance = field(default_factory=LoadBalance)
     lora: LoRA = field(default_factory=LoRA)
     tokenizer: TokenizerConfig = field(default_factory=Tiktoken)
     data: Data
@@ -157,6 +159,7 @@ class Job:
             micro_batch_tokens=training.local_batch_size * training.seq_len // degrees.cp,
             cpu_offload=training.enable_cpu_offload,
         )
+        self.moe.check(self.model.num_experts, sequence_ranks=degrees.cp * degrees.tp)
         self.lora.check(self.checkpoint.initial_load_path, self.float8.enable)
         if training.enable_cpu_offload:
             self.optimizer.check_cpu_offload()
@@ -264,6 +267,8 @@ class Job:
         names = {"tokenizer": self.tokenizer.label, "sources": sources}
         identity = {"model": model, "loss": self.loss.objective, "training": training, "data": data}
         stages = [place | settings_of(stage) for place, stage in zip(places, self.stages)]
+        if self.model.num_experts:
+            identity["moe"] = self.moe.identity()
         if self.lora.enable:
             identity["lora"] = self.lora.identity(self.model.build_on_meta())
         return identity | ({"stages": stages} if stages else {}) | {"names": names}

@@ -263,6 +263,7 @@ class Run:
             "data/batch_sha": self.rt.sum_u64(sum(batch.hash for batch in micro_batches)),
             **self.data_metrics(),
             **self.model_metrics(),
+            **self.expert_metrics(),
             **self.compilations.since_last(),
             **self.slow_ranks.report(self.rt.clock),
         }
@@ -333,6 +334,16 @@ class Run:
             shares[f"model/{name}"] = value / self.rt.world_size
         sums = self.rt.sum_scalars(*shares.values()) if shares else ()
         return {key: value.item() for key, value in zip(shares, sums)}
+
+    def expert_metrics(self) -> dict[str, float]:
+        """How evenly the experts were loaded in this step, if the model has experts; a detailed report has
+        the table of their loads, too. Waits for the device."""
+        loads = self.model.settings.expert_loads
+        if loads is None or not (metrics := loads.metrics()):
+            return {}
+        if self.job.metrics.detail_is_due(self.state.step, self.job.training.steps):
+            self.meter.sinks.table(self.state.step, "expert_loads", {"tokens": loads.table()})
+        return metrics
 
     def extra_state(self) -> dict[str, Any]:
         """The entries of train.json besides those of TrainState. Waits for the device."""

@@ -38,7 +38,7 @@ from titanlite.flops import peak_bf16_flops
 from titanlite.interop.exporter import Exporter
 from titanlite.interop.formats import locate_base
 from titanlite.interop.initial import check_initial, load_base, load_initial
-from titanlite.interop.weights import ModelAndTokenizer
+from titanlite.interop.weights import ModelAndTokenizer, check_no_experts
 from titanlite.job import Job
 from titanlite.log import logger
 from titanlite.metrics.meter import Meter, StepCost
@@ -85,6 +85,7 @@ def parallel_settings(job: Job, rt: Runtime, attention: AttentionBackend) -> Par
         activation_checkpoint=job.activation_checkpoint,
         compile=job.compile,
         float8=job.float8,
+        moe=job.moe,
         param_dtype=rt.param_dtype,
         reduce_dtype=rt.reduce_dtype,
         cpu_offload=job.training.enable_cpu_offload,
@@ -109,6 +110,7 @@ def check_interop(job: Job, tokenizer: Tokenizer) -> None:
     if config.initial_load_path and (job.lora.enable or folder.is_new_run()):
         check_initial(path, ModelAndTokenizer(job.model, tokenizer), is_base=job.lora.enable)
     if config.export_hf:
+        check_no_experts(job.model)
         job.model.hf_config(), tokenizer.hugging_face_files()
 
 
@@ -317,6 +319,7 @@ def summary(job: Job, net: Decoder, num_ids: int | None) -> list[str]:
     return [
         f"{job.model.title}{changed}: {size:,} parameters",
         f"{job.model.shape()}{ids}",
+        *job.moe.describe(job.model.num_experts),
         *job.lora.describe(net),
         *job.optimizer.describe(net),
     ]

@@ -15,6 +15,7 @@ from titanlite.data.batch import IGNORE, Batch
 from titanlite.losses import ChunkedCrossEntropy, CrossEntropy
 from titanlite.mesh import Parallelism, build_mesh
 from titanlite.models.base import ModelFamily
+from titanlite.models.load_balance import LoadBalance
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.parallel.apply import ParallelSettings, parallelize
 from titanlite.parallel.clip import grad_norms
@@ -73,6 +74,7 @@ def build(
             selective_ac_option=options.get("ac_option", "op"),
         ),
         compile=Compile(enable="compile" in options, backend=options.get("compile", "inductor")),
+        moe=options.get("moe", LoadBalance()),
         param_dtype=options.get("dtype", torch.float32),
         reduce_dtype=torch.float32,
         parallelism=parallelism,

@@ -308,6 +308,11 @@ class ModelFamily(Component, kind="model", makes=(Decoder,)):
         """The sliding window of the model's attention, in tokens; 0: none."""
         return getattr(self.config, "sliding_window", 0)
 
+    @property
+    def num_experts(self) -> int:
+        """The number of experts of a layer; 0: the model has none."""
+        return getattr(self.config, "n_experts", 0)
+
     def check_length(self, seq_len: int) -> None:
         """Raises ConfigError if sequences of `seq_len` tokens exceed the maximum length of the model."""
         if self.max_position is not None and seq_len > self.max_position:

@@ -209,6 +209,9 @@ class GroupRouter(Router):
     def scores(self, logits_NE: torch.Tensor) -> torch.Tensor:
         return logits_NE.sigmoid()
 
+    def probabilities(self, scores_NE: torch.Tensor) -> torch.Tensor:
+        return scores_NE / (scores_NE.sum(-1, keepdim=True) + SUM_EPS)
+
     def choose(self, scores_NE: torch.Tensor) -> torch.Tensor:
         scores_NE = scores_NE + self.e_score_correction_bias
         if self.num_chosen_groups < self.num_groups:
@@ -254,11 +257,6 @@ class DeepSeekV3Decoder(MoEDecoder):
     def num_heads(self, name: str) -> int:
         heads = name.endswith(("q_proj.weight", "q_b_proj.weight", "kv_b_proj.weight"))
         return self.config.n_heads if heads else 1
-
-    def initial_buffer(self, name: str) -> torch.Tensor:
-        if name.endswith("e_score_correction_bias"):
-            return torch.zeros(self.config.n_experts)
-        return super().initial_buffer(name)
 
 
 HF_FIELDS = {  # Hugging Face's name: field of DeepSeekV3Config

@@ -27,6 +27,7 @@ from titanlite.models.decoder import (
     SelfAttention,
 )
 from titanlite.models.grouped_mm import grouped_mm
+from titanlite.models.load_balance import RouterLoad, RouterResults, is_load
 
 MULTIPLE = 8  # grouped products in bf16 need rows of a multiple of 16 bytes
 
@@ -81,16 +82,24 @@ class Router(nn.Module):
         self.num_chosen, self.norm_topk_prob = config.n_experts_per_token, config.norm_topk_prob
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))
         self.product = router_logits
+        self.load = RouterLoad(config.n_experts)
 
-    def forward(self, h_ND: torch.Tensor) -> Routing:
-        scores_NE = self.scores(self.product(h_ND, self.weight))
-        experts_NK = self.choose(scores_NE.detach())
-        chosen_NE = torch.zeros_like(scores_NE, dtype=torch.bool).scatter(1, experts_NK, True)
-        return Routing(self.weigh(scores_NE.gather(1, experts_NK)), experts_NK, chosen_NE.sum(0))
+    def forward(self, h_ND: torch.Tensor, num_sequences: int = 1) -> Routing:
+        logits_NE = self.product(h_ND, self.weight)
+        scores_NE = self.scores(logits_NE)
+        experts_NK = self.load.chosen(self.choose(scores_NE.detach()))
+        counts_E = torch.zeros_like(scores_NE, dtype=torch.bool).scatter(1, experts_NK, True).sum(0)
+        results = RouterResults(logits_NE, self.probabilities(scores_NE), experts_NK, counts_E)
+        weights_NK = self.load(self.weigh(scores_NE.gather(1, experts_NK)), results, num_sequences)
+        return Routing(weights_NK, experts_NK, counts_E)
 
     def scores(self, logits_NE: torch.Tensor) -> torch.Tensor:
         """The scores of all experts, fp32 [N, E]."""
         return logits_NE.softmax(-1)
+
+    def probabilities(self, scores_NE: torch.Tensor) -> torch.Tensor:
+        """The scores, divided by their sum over the experts where that is not 1, for the balance losses."""
+        return scores_NE
 
     def choose(self, scores_NE: torch.Tensor) -> torch.Tensor:
         """The numbers of each token's experts, int64 [N, K], by descending score. No gradient flows through
@@ -184,7 +193,7 @@ class MoE(nn.Module):
 
     def forward(self, h_BTD: torch.Tensor) -> torch.Tensor:
         h_ND = h_BTD.flatten(0, 1)
-        return self.dispatch(h_ND, self.gate(h_ND), self.experts).view_as(h_BTD)
+        return self.dispatch(h_ND, self.gate(h_ND, len(h_BTD)), self.experts).view_as(h_BTD)
 
 
 def moe_mlp(config: MoEConfig, block: int) -> nn.Module:
@@ -223,15 +232,11 @@ class MoEDecoder(RotaryDecoder):
         return super().parameter_role(name)
 
     def hf_tensors(self, name: str, shape: tuple[int, ...]) -> list[tuple[str, Index]]:
-        """The files have the three matrices of each expert."""
-        module, _, matrix = name.rpartition(".")
-        if not isinstance(self.get_submodule(module), Experts):
-            return super().hf_tensors(name, shape)
-        num_experts, num_rows, _ = shape
-        rows = {"down_proj": slice(0, num_rows)}
-        if matrix == "gate_up_proj":
-            rows = {"gate_proj": slice(0, num_rows // 2), "up_proj": slice(num_rows // 2, num_rows)}
-        return [(f"{module}.{n}.{part}.weight", (n, rows[part])) for n in range(num_experts) for part in rows]
+        return [] if is_load(name) else super().hf_tensors(name, shape)
+
+    def initial_buffer(self, name: str) -> torch.Tensor:
+        buffer = self.get_buffer(name)
+        return torch.zeros(buffer.shape, dtype=buffer.dtype)
 
     def num_stacked(self, name: str) -> int:
         return 2 if name.endswith("experts.gate_up_proj") else super().num_stacked(name)

@@ -16,11 +16,13 @@ from titanlite.attention.base import AttentionBackend
 from titanlite.losses import WHOLE_VOCABULARY, Loss
 from titanlite.mesh import Mesh, Parallelism
 from titanlite.models.base import Decoder, HeadFn, logits
+from titanlite.models.load_balance import LoadBalance
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint, apply_activation_checkpoint
 from titanlite.parallel.compile import Compile, apply_compile, compile_forwards
+from titanlite.parallel.expert_loads import ExpertLoads
 from titanlite.parallel.float8 import Float8, apply_float8
 from titanlite.parallel.fsdp import apply_fsdp, time_waits
-from titanlite.parallel.pipeline_parallel import Pipeline, apply_pipeline_parallel
+from titanlite.parallel.pipeline_parallel import ZERO_BUBBLE, Pipeline, apply_pipeline_parallel
 from titanlite.parallel.precision import apply_precision
 from titanlite.parallel.probe import mlp_units
 from titanlite.parallel.sharded_model import ExecutionSettings, ShardedModel
@@ -43,6 +45,7 @@ class ParallelSettings:
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     float8: Float8 = field(default_factory=Float8)
+    moe: LoadBalance = field(default_factory=LoadBalance)
     param_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
     cpu_offload: bool = False
@@ -54,6 +57,8 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
     shards. A single process does not shard."""
     parallelism, float8, compile = settings.parallelism, settings.float8, settings.compile
     units = mlp_units(net)
+    zero_bubble = mesh.pp is not None and parallelism.pipeline_parallel_schedule in ZERO_BUBBLE
+    loads = ExpertLoads(net, settings.moe, mesh, counts_in_forward=zero_bubble, clock=settings.clock)
     apply_float8(net, float8, sharded=mesh.device_mesh is not None, ranks=mesh.degrees.tp)
     head_fn_for_logits: HeadFn = logits
     vocabulary, gather = WHOLE_VOCABULARY, None
@@ -95,6 +100,7 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
         reduce_every_micro_batch=every_micro_batch,
         gathers_float8=float8.gathers_float8 and mesh.device_mesh is not None,
         cpu_offload=offload,
+        expert_loads=loads,
         clock=settings.clock,
     )
     return ShardedModel(net, loss_function, settings.attention, execution)

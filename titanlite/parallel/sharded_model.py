@@ -18,6 +18,7 @@ from titanlite.losses import IGNORE, WHOLE_VOCABULARY, LossFunction, VocabularyS
 from titanlite.mesh import ALONE, Mesh
 from titanlite.models.base import Decoder, HeadFn, Inputs, is_adapter, logits
 from titanlite.models.lora import initial_bound
+from titanlite.parallel.expert_loads import ExpertLoads
 from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.fsdp import reshard, sync_gradients
 from titanlite.parallel.initialize import fill_normal, fill_uniform
@@ -36,8 +37,8 @@ class ExecutionSettings:
     all tokens and this rank's rows of the head's weight from the arguments of head_fn, under tensor parallel.
     `head_fn_for_logits`: the head_fn that returns the logits of the whole vocabulary.
     `reduce_every_micro_batch`: reduce gradients after each micro-batch, not once per step. `gathers_float8`:
-    FSDP gathers weights in float8. `cpu_offload`: weights stay in host memory. `clock`: measures the phases
-    of the steps."""
+    FSDP gathers weights in float8. `cpu_offload`: weights stay in host memory. `expert_loads`: counts and
+    balances the loads of experts; None: nobody does. `clock`: measures the phases of the steps."""
 
     mesh: Mesh = ALONE
     auxiliary_losses: tuple[str, ...] = ()
@@ -49,6 +50,7 @@ class ExecutionSettings:
     reduce_every_micro_batch: bool = False
     gathers_float8: bool = False
     cpu_offload: bool = False
+    expert_loads: ExpertLoads | None = None
     clock: StepClock = field(default_factory=lambda: StepClock(torch.device("cpu")))
 
 
@@ -112,6 +114,8 @@ class ShardedModel:
                 continue
             mean, std = self.net.init_normal(name)
             fill_normal(parameter, name, mean, std, seed, device)
+        if self.settings.expert_loads is not None:
+            self.settings.expert_loads.enable(self.net)
 
     def forward_backward(
         self,
@@ -127,6 +131,8 @@ class ShardedModel:
         `num_targets`: number of targets that count, over all ranks and micro-batches. Gradients are reduced
         in the last backward, or in every backward. `observer`: looks at the inputs of the loss."""
         self._auxiliary_sums = []
+        if self.settings.expert_loads is not None:
+            self.settings.expert_loads.begin_step(micro_batches)
         clock = self.settings.clock
         if self.pipeline is not None:
             clock.enter("forward_backward")
@@ -162,6 +168,8 @@ class ShardedModel:
         """Update the model after a step of the optimizer. `applied`: bool scalar, False if the step was
         skipped. Collective."""
         self.net.after_step(applied)
+        if self.settings.expert_loads is not None:
+            self.settings.expert_loads.after_step(applied)
         self.weights_changed()
 
     @torch.no_grad()

@@ -31,6 +31,7 @@ from titanlite.job import Job, load_job
 from titanlite.models.base import Decoder
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.apply import ParallelSettings
+from titanlite.parallel.expert_loads import check_routers
 from titanlite.parallel.float8 import split_layers
 from titanlite.parallel.pipeline_parallel import check_auxiliary_losses
 from titanlite.planning import dry_run
@@ -82,6 +83,7 @@ def build_on_meta(job: Job) -> Decoder:
     job.optimizer.check(net, job.parallelism.tensor_parallel_degree)
     if job.float8.enable:
         split_layers(net, job.float8, job.parallelism.tensor_parallel_degree)
+    check_routers(net, job.moe)
     check_auxiliary_losses(net, job.parallelism.pipeline_parallel_degree)
     apply_activation_checkpoint(net, job.activation_checkpoint)
     return net
@@ -106,6 +108,7 @@ def parallel_settings(job: Job) -> ParallelSettings:
         activation_checkpoint=job.activation_checkpoint,
         compile=job.compile,
         float8=job.float8,
+        moe=job.moe,
         cpu_offload=job.training.enable_cpu_offload,
     )
 

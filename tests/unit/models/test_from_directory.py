@@ -96,7 +96,8 @@ def test_a_run_resumes_without_the_directory(
         (
             {"model_type": "gpt2"},
             [],
-            'model_type "gpt2" is not supported (known: ',
+            'model_type "gpt2" is not supported (known: deepseek_v3, llama, mistral, olmoe, qwen2, qwen3, '
+            "qwen3_moe)",
         ),
         (
             {"rope_parameters": {"rope_type": "su"}},

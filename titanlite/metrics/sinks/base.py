@@ -20,7 +20,7 @@ from titanlite.log import logger
 
 Values = Mapping[str, Any]  # metric name: int, float or str
 Event = Literal["resumed", "skipped", "accepted", "spike", "rewound", "saved"]
-Table = Literal["parameters", "probe"]
+Table = Literal["parameters", "probe", "expert_loads"]
 
 
 @dataclass(frozen=True, kw_only=True)

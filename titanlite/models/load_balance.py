@@ -1,0 +1,208 @@
+"""`[moe]`: keeps the experts of a mixture equally loaded, by a loss or by a bias of the router, and counts
+the tokens of each expert.
+
+Both happen in the backward of one autograd function on the router's weights. It adds the gradient of the
+losses, and the number of tokens per expert becomes the gradient of a small tensor. So tokens are counted
+once per micro-batch, also if activation checkpointing repeats the forward, and never in an evaluation.
+
+Shape suffixes: N tokens of a micro-batch, B sequences, T tokens of a sequence, E experts, K experts per
+token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from titanlite.config.component import ConfigError
+
+COEFFICIENTS = {"none": 0.0, "global": 0.01, "sequence": 0.01, "bias": 0.001}  # by load_balance
+CORRECTION_BIAS = "e_score_correction_bias"  # of routers that choose by scores plus bias (DeepSeek-V3)
+
+
+def is_load(name: str) -> bool:
+    """Whether the buffer `name` is the load of a router's experts, which checkpoints have and the files of
+    other programs lack."""
+    return name.endswith(".load.tokens_per_expert")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadBalance:
+    """The balance of experts, for model families that have experts. No token is ever dropped: experts that
+    get more tokens than others only take longer."""
+
+    load_balance: Literal["none", "global", "sequence", "bias"] = "global"
+    """`global`: minimise E x sum over experts of f P in each layer, for E experts (Fedus et al. 2021). f is
+    the expert's share of the tokens in the previous step, over all sequences of the global batch, and P the
+    router's mean probability of it (Qiu et al. 2025). `sequence`: the same, with f and P of each sequence, so
+    that every sequence uses all experts. `bias`: no loss; after each step, add load_balance_coeff to the
+    router's correction bias of experts below the mean load, and subtract it above (Wang et al. 2024); only
+    for families that have the bias. `none`: routers are free, and may leave most experts without tokens."""
+    load_balance_coeff: float | None = None
+    """The coefficient of the loss, or the step of the bias. Default: 0.01 for `global` and `sequence`, 0.001
+    for `bias`. The loss of balanced experts is 1 in each layer, times this; Hugging Face's
+    router_aux_loss_coef is smaller by the factor of experts per token."""
+    z_loss_coeff: float = 0.0
+    """Also minimise this times the mean square of the log-sum-exp of the router's logits, in each layer,
+    which keeps the logits small (Zoph et al. 2022, with 0.001)."""
+    force_load_balance: bool = False
+    """Give every expert the same number of tokens, in turn, whatever the router's scores are. Only for
+    measurements of speed: the model learns no routing."""
+
+    def __post_init__(self) -> None:
+        for key in ("load_balance_coeff", "z_loss_coeff"):
+            value = getattr(self, key)
+            if value is not None and not 0 <= value < math.inf:
+                raise ConfigError(f"{value} is not at least 0 and finite", key)
+        if self.load_balance == "none" and self.load_balance_coeff is not None:
+            raise ConfigError('has no effect with load_balance = "none"', "load_balance_coeff")
+
+    @property
+    def coefficient(self) -> float:
+        """load_balance_coeff, or its default."""
+        given = self.load_balance_coeff
+        return COEFFICIENTS[self.load_balance] if given is None else given
+
+    def check(self, num_experts: int, sequence_ranks: int) -> None:
+        """Raises ConfigError if the settings do not fit a model with `num_experts` experts per layer, or a
+        layout in which `sequence_ranks` ranks share each sequence."""
+        if not num_experts and self != LoadBalance():
+            raise ConfigError("the model has no experts: delete the section [moe]", "moe")
+        if num_experts and self.load_balance == "sequence" and sequence_ranks > 1:
+            raise ConfigError(
+                "does not work with context or tensor parallel, whose ranks have only some tokens of each "
+                'sequence; "global" does',
+                "moe.load_balance",
+            )
+
+    def describe(self, num_experts: int) -> list[str]:
+        """Lines for the log on a model with `num_experts` experts per layer; none without experts."""
+        if not num_experts:
+            return []
+        coefficient = f", coefficient {self.coefficient:g}" if self.load_balance != "none" else ""
+        z_loss = f"; z-loss, coefficient {self.z_loss_coeff:g}" if self.z_loss_coeff else ""
+        lines = [f"load balance of experts: {self.load_balance}{coefficient}{z_loss}"]
+        if self.force_load_balance:
+            lines.append("moe.force_load_balance: experts get tokens in turn; the model learns no routing")
+        return lines
+
+    def identity(self) -> dict[str, Any]:
+        """The section `moe` of the run identity."""
+        return {
+            "load_balance": self.load_balance,
+            "load_balance_coeff": self.coefficient,
+            "z_loss_coeff": self.z_loss_coeff,
+            "force_load_balance": self.force_load_balance,
+        }
+
+
+class RouterResults(NamedTuple):
+    """The results of a router for the tokens of one micro-batch. `probabilities_NE`: sum to 1 over the
+    experts. `counts_E`: the number of tokens that go to each expert."""
+
+    logits_NE: torch.Tensor
+    probabilities_NE: torch.Tensor
+    experts_NK: torch.Tensor
+    counts_E: torch.Tensor
+
+
+class RouterLoad(nn.Module):
+    """The loads of a router's experts, and the losses that balance them. Does nothing before `enable`."""
+
+    tokens_per_expert: torch.Tensor
+    statistics: torch.Tensor
+    share_gradient: torch.Tensor
+    factors: torch.Tensor
+
+    def __init__(self, num_experts: int):
+        super().__init__()
+        self.num_experts = num_experts
+        self.settings: LoadBalance | None = None
+        self.counts_in_forward = False
+        # State: the tokens of each expert in the newest applied step; exact up to 2^24 tokens per step.
+        self.register_buffer("tokens_per_expert", torch.zeros(num_experts))
+        # Its gradient is the sum over micro-batches of tokens per expert, probabilities and z-loss.
+        self.register_buffer("statistics", torch.zeros(2 * num_experts + 1), persistent=False)
+        # The gradient of the loss `global` with respect to the probabilities of each token.
+        self.register_buffer("share_gradient", torch.zeros(num_experts), persistent=False)
+        # The factors of the loss `sequence` and of the z-loss. A tensor, because numbers would be constants
+        # of a compiled graph.
+        self.register_buffer("factors", torch.zeros(2), persistent=False)
+
+    def enable(self, settings: LoadBalance, counts_in_forward: bool) -> None:
+        """Count and balance from now on. Call it when the buffers are allocated. `counts_in_forward`: count
+        in the forward, for a backward that computes gradients of parameters only; no forward may be
+        repeated."""
+        self.settings, self.counts_in_forward = settings, counts_in_forward
+        self.statistics.requires_grad_(not counts_in_forward)
+
+    def begin_step(self) -> None:
+        """Forget the statistics of the previous step."""
+        if self.counts_in_forward:
+            self.statistics.zero_()
+        else:
+            self.statistics.grad = None
+
+    def step_statistics(self) -> torch.Tensor:
+        """This rank's sums over the micro-batches of a step, [2 E + 1]: tokens per expert, probabilities, and
+        the squared log-sum-exp of the logits if there is a z-loss."""
+        if self.counts_in_forward:
+            return self.statistics
+        assert self.statistics.grad is not None, "no backward since begin_step"
+        return self.statistics.grad
+
+    def chosen(self, experts_NK: torch.Tensor) -> torch.Tensor:
+        """The experts of each token: the router's choice, or all experts in turn if that is forced."""
+        if self.settings is None or not self.settings.force_load_balance:
+            return experts_NK
+        pairs = torch.arange(experts_NK.numel(), device=experts_NK.device)
+        return (pairs % self.num_experts).view_as(experts_NK)
+
+    def forward(self, weights_NK: torch.Tensor, router: RouterResults, num_sequences: int) -> torch.Tensor:
+        """`weights_NK` unchanged; the backward counts, and adds the gradient of the losses. The tokens are
+        those of `num_sequences` sequences of equal length, one after the other."""
+        settings = self.settings
+        if settings is None or not torch.is_grad_enabled():
+            return weights_NK
+        probabilities_NE = router.probabilities_NE
+        sums_E = probabilities_NE.sum(0)
+        z = sums_E.new_zeros(())
+        if settings.z_loss_coeff:
+            z = router.logits_NE.logsumexp(-1).square().sum()
+        loss = z * self.factors[1]
+        if settings.load_balance == "global":
+            loss = loss + sums_E @ self.share_gradient
+        elif settings.load_balance == "sequence":
+            shares_BE = self._shares(router.experts_NK.reshape(num_sequences, -1))
+            means_BE = probabilities_NE.unflatten(0, (num_sequences, -1)).mean(1)
+            loss = loss + (shares_BE * means_BE).sum() * self.factors[0]
+        statistics = torch.cat((router.counts_E.to(sums_E.dtype), sums_E.detach(), z.detach().reshape(1)))
+        if self.counts_in_forward:
+            self.statistics += statistics
+        return _AddLoss.apply(weights_NK, loss, self.statistics, statistics)
+
+    def _shares(self, chosen_BP: torch.Tensor) -> torch.Tensor:
+        """Each expert's share of the choices of a sequence, fp32 [B, E]."""
+        experts_E = torch.arange(self.num_experts, device=chosen_BP.device)
+        return (chosen_BP[..., None] == experts_E).sum(1) / chosen_BP.shape[1]
+
+
+class _AddLoss(torch.autograd.Function):
+    """The first argument, as if `loss` were added to what is minimised. The gradient of `counter` is
+    `statistics`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, loss: torch.Tensor, counter: torch.Tensor, statistics: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(statistics)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (statistics,) = ctx.saved_tensors
+        return gradient, statistics.new_ones(()), statistics, None

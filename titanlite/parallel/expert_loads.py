@@ -1,0 +1,150 @@
+"""The loads of experts on any layout. One all-reduce per step adds up what the routers of all ranks have
+counted. The balance loss of the next step, the routers' correction biases and the metrics follow from the sum
+and are therefore equal on every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from titanlite.config.component import ConfigError
+from titanlite.data.batch import Batch
+from titanlite.mesh import Mesh
+from titanlite.models.base import Decoder
+from titanlite.models.load_balance import CORRECTION_BIAS, LoadBalance, RouterLoad
+from titanlite.models.moe import MoE
+from titanlite.step_clock import StepClock
+from titanlite.torch_compat import foreach_copy
+
+
+def _layers(net: Decoder) -> dict[str, MoE]:
+    """The layers of experts by name."""
+    return {name: layer for name, layer in net.moe_layers().items() if isinstance(layer, MoE)}
+
+
+def check_routers(net: Decoder, settings: LoadBalance) -> None:
+    """Raises ConfigError if the settings balance by a bias that the routers of `net` do not have."""
+    routers = [layer.gate for layer in _layers(net).values()]
+    if settings.load_balance == "bias" and not all(hasattr(router, CORRECTION_BIAS) for router in routers):
+        raise ConfigError(
+            f'the routers of this model family have no {CORRECTION_BIAS}; use "global"', "moe.load_balance"
+        )
+
+
+class ExpertLoads:
+    """Counts and balances the loads of the experts of `net`, the whole model before it is split into pipeline
+    stages. `counts_in_forward`: see RouterLoad.enable. `expert_ranks`: the ranks that share the experts of a
+    layer. `clock`: measures the waits for other ranks."""
+
+    def __init__(
+        self,
+        net: Decoder,
+        settings: LoadBalance,
+        mesh: Mesh,
+        counts_in_forward: bool,
+        clock: StepClock,
+        expert_ranks: int = 1,
+    ):
+        check_routers(net, settings)
+        self.settings, self.mesh, self.clock = settings, mesh, clock
+        self.counts_in_forward, self.expert_ranks = counts_in_forward, expert_ranks
+        self._names = list(layers := _layers(net))
+        self._num_experts = next((layer.gate.load.num_experts for layer in layers.values()), 0)
+        self._layers: list[MoE] = []  # of this rank
+        self._rows = torch.empty(0)  # the indices of these layers in the model
+        self._positions = self._sequences = 0  # of the step, over all ranks and micro-batches
+        self._sums = torch.empty(0)  # of the step: the statistics of each layer of the model
+
+    def enable(self, net: Decoder) -> None:
+        """Count and balance from now on in `net`, this rank's part of the model, whose buffers are
+        allocated."""
+        layers = _layers(net)
+        self._layers, self._positions = list(layers.values()), 0
+        for load in self._loads:
+            load.enable(self.settings, self.counts_in_forward)
+            device = load.tokens_per_expert.device
+            self._rows = torch.tensor([self._names.index(name) for name in layers], device=device)
+
+    @property
+    def _loads(self) -> list[RouterLoad]:
+        return [layer.gate.load for layer in self._layers]
+
+    @torch.no_grad()
+    def begin_step(self, micro_batches: Sequence[Batch]) -> None:
+        """Prepare the losses of a step on these micro-batches of this rank."""
+        if not self._layers:
+            return
+        loads, settings = self._loads, self.settings
+        for load in loads:
+            load.begin_step()
+        num_experts, ranks = self._num_experts, self.mesh.dp_size
+        positions = ranks * sum(batch.inputs.numel() for batch in micro_batches)
+        sequences = ranks * sum(len(batch.inputs) for batch in micro_batches)
+        if settings.load_balance == "global":
+            tokens_LE = torch.stack([load.tokens_per_expert for load in loads])
+            shares_LE = tokens_LE / tokens_LE.sum(1, keepdim=True).clamp(min=1)  # zero in the first step
+            gradient_LE = shares_LE * (settings.coefficient * num_experts / positions)
+            foreach_copy([load.share_gradient for load in loads], list(gradient_LE))
+        if (positions, sequences) != (self._positions, self._sequences):
+            self._positions, self._sequences = positions, sequences
+            for load in loads:
+                load.factors[0] = settings.coefficient * num_experts / sequences
+                load.factors[1] = settings.z_loss_coeff / positions
+
+    @torch.no_grad()
+    def after_step(self, applied: torch.Tensor) -> None:
+        """Add up the statistics of a step over all ranks, and update the state unless the step was skipped.
+        `applied`: bool scalar, False if it was skipped. Collective."""
+        if not self._names:
+            return
+        self._sums = torch.zeros(len(self._names), 2 * self._num_experts + 1, device=applied.device)
+        if self._layers:
+            statistics = torch.stack([load.step_statistics() for load in self._loads])
+            self._sums.index_copy_(0, self._rows, statistics)
+        if self.mesh.device_mesh is not None:
+            with self.clock.waiting():
+                dist.all_reduce(self._sums)
+        if self._layers:
+            self._update(self._sums[:, : self._num_experts].index_select(0, self._rows), applied)
+
+    def _update(self, counts_LE: torch.Tensor, applied: torch.Tensor) -> None:
+        """Update the state of this rank's layers. `counts_LE`: tokens per expert of these layers."""
+        tokens = [load.tokens_per_expert for load in self._loads]
+        foreach_copy(tokens, list(torch.where(applied, counts_LE, torch.stack(tokens))))
+        if self.settings.load_balance == "bias":
+            biases = [getattr(layer.gate, CORRECTION_BIAS) for layer in self._layers]
+            counts_LE = counts_LE.long()  # exact, so that the sign is the same on every device
+            below_mean_LE = (counts_LE.sum(1, keepdim=True) - self._num_experts * counts_LE).sign()
+            steps_LE = self.settings.coefficient * below_mean_LE * applied
+            foreach_copy(biases, list(torch.stack(biases) + steps_LE))
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the newest step; {} without experts. Waits for the device."""
+        if not self._names:
+            return {}
+        num_experts = self._num_experts
+        counts_LE, sums_LE, z_L1 = self._sums.cpu().double().split([num_experts, num_experts, 1], dim=1)
+        mean_L = counts_LE.mean(1)
+        violation_L = counts_LE.amax(1) / mean_L - 1
+        shares_LE = counts_LE / counts_LE.sum(1, keepdim=True)
+        probabilities_LE = sums_LE / sums_LE.sum(1, keepdim=True)
+        metrics = {
+            "moe/max_violation": violation_L.max(),
+            "moe/max_violation_mean": violation_L.mean(),
+            "moe/dead_experts": (counts_LE == 0).sum(),
+            "moe/router_entropy": torch.special.entr(probabilities_LE).sum(1).mean(),
+            "moe/balance_loss": num_experts * (shares_LE * probabilities_LE).sum(1).mean(),
+        }
+        if self.settings.z_loss_coeff:
+            metrics["moe/z_loss"] = self.settings.z_loss_coeff * z_L1.sum() / self._positions
+        if self.expert_ranks > 1:
+            loads_LR = counts_LE.unflatten(1, (self.expert_ranks, -1)).sum(-1)
+            metrics["moe/max_rank_load"] = (loads_LR / loads_LR.mean(1, keepdim=True)).max()
+        return {key: value.item() for key, value in metrics.items()}
+
+    def table(self) -> dict[str, list[int]]:
+        """The tokens of each expert in the newest step, by the name of the layer. Waits for the device."""
+        counts_LE = self._sums[:, : self._num_experts].long().tolist()
+        return dict(zip(self._names, counts_LE))
