@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.gradients import SHAPE, build
 from titanlite.data.batch import Batch
 from titanlite.models.base import Decoder
+from titanlite.models.decoder import dense_mlp
 from titanlite.models.load_balance import CORRECTION_BIAS, LoadBalance
 from titanlite.models.moe import MoE, MoEConfig, MoEDecoder, MoEFamily, Router
 from titanlite.models.qwen3 import TP_PLAN, SelfAttention
@@ -26,7 +27,7 @@ BALANCE = {
     "global": LoadBalance(load_balance_coeff=COEFFICIENT),
     "sequence": LoadBalance(load_balance="sequence", load_balance_coeff=COEFFICIENT),
     "z_loss": LoadBalance(load_balance="none", z_loss_coeff=0.1),
-    "bias": LoadBalance(load_balance="bias", load_balance_coeff=0.001),
+    "bias": LoadBalance(load_balance="bias", z_loss_coeff=0.001),
 }
 
 
@@ -90,14 +91,16 @@ def step_on_rank(world_size: int, num: int, moe: LoadBalance, layout: dict[str, 
 
 
 def steps_on_rank(world_size: int, num: int, moe: LoadBalance, layout: dict[str, Any]) -> dict[str, Any]:
-    """The correction biases after three steps whose weights stay as they are."""
+    """The correction biases and the metrics after three steps whose weights stay as they are."""
     rank = torch.distributed.get_rank() if world_size > 1 else 0
     model, batch = moe_model(world_size, rank, moe, **layout), sequences()
     local = micro_batches(batch, model.mesh.dp_size, model.mesh.dp_rank, num)
     for _ in range(3):
         model.forward_backward(local, torch.tensor(batch.num_targets))
         model.after_step(torch.tensor(True))
-    return {name: b for name, b in model.net.named_buffers() if name.endswith(CORRECTION_BIAS)}
+    biases = {name: b for name, b in model.net.named_buffers() if name.endswith(CORRECTION_BIAS)}
+    assert model.settings.expert_loads is not None
+    return {"biases": biases, "metrics": model.settings.expert_loads.metrics()}
 
 
 def by_autograd(moe: LoadBalance, own_shares: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -164,7 +167,9 @@ class BiasedRouter(Router):
         return super().choose(scores_NE + self.get_buffer(CORRECTION_BIAS))
 
 
-def biased_mlp(config: MoEConfig, block: int) -> MoE:
+def biased_mlp(config: MoEConfig, block: int) -> torch.nn.Module:
+    if block < config.n_layers // 2:  # so that the first pipeline stage has no experts
+        return dense_mlp(config, block)
     layer = MoE(config)
     layer.gate = BiasedRouter(config)
     return layer

@@ -54,18 +54,20 @@ class ExpertLoads:
         self._num_experts = next((layer.gate.load.num_experts for layer in layers.values()), 0)
         self._layers: list[MoE] = []  # of this rank
         self._rows = torch.empty(0)  # the indices of these layers in the model
-        self._positions = self._sequences = 0  # of the step, over all ranks and micro-batches
+        self._positions = 0  # of the step, over all ranks and micro-batches
         self._sums = torch.empty(0)  # of the step: the statistics of each layer of the model
 
     def enable(self, net: Decoder) -> None:
         """Count and balance from now on in `net`, this rank's part of the model, whose buffers are
         allocated."""
         layers = _layers(net)
-        self._layers, self._positions = list(layers.values()), 0
+        if not layers:
+            return
+        self._layers = list(layers.values())
         for load in self._loads:
             load.enable(self.settings, self.counts_in_forward)
-            device = load.tokens_per_expert.device
-            self._rows = torch.tensor([self._names.index(name) for name in layers], device=device)
+        device = self._loads[0].tokens_per_expert.device
+        self._rows = torch.tensor([self._names.index(name) for name in layers], device=device)
 
     @property
     def _loads(self) -> list[RouterLoad]:
@@ -74,24 +76,24 @@ class ExpertLoads:
     @torch.no_grad()
     def begin_step(self, micro_batches: Sequence[Batch]) -> None:
         """Prepare the losses of a step on these micro-batches of this rank."""
-        if not self._layers:
-            return
         loads, settings = self._loads, self.settings
-        for load in loads:
-            load.begin_step()
         num_experts, ranks = self._num_experts, self.mesh.dp_size
         positions = ranks * sum(batch.inputs.numel() for batch in micro_batches)
         sequences = ranks * sum(len(batch.inputs) for batch in micro_batches)
+        self._positions = positions  # also on a rank without layers of experts, which may report
+        if not loads:
+            return
+        for load in loads:
+            load.begin_step()
+        factors = torch.empty_like(loads[0].factors)
+        factors[0] = settings.coefficient * num_experts / sequences
+        factors[1] = settings.z_loss_coeff / positions
+        foreach_copy([load.factors for load in loads], [factors] * len(loads))
         if settings.load_balance == "global":
             tokens_LE = torch.stack([load.tokens_per_expert for load in loads])
             shares_LE = tokens_LE / tokens_LE.sum(1, keepdim=True).clamp(min=1)  # zero in the first step
             gradient_LE = shares_LE * (settings.coefficient * num_experts / positions)
             foreach_copy([load.share_gradient for load in loads], list(gradient_LE))
-        if (positions, sequences) != (self._positions, self._sequences):
-            self._positions, self._sequences = positions, sequences
-            for load in loads:
-                load.factors[0] = settings.coefficient * num_experts / sequences
-                load.factors[1] = settings.z_loss_coeff / positions
 
     @torch.no_grad()
     def after_step(self, applied: torch.Tensor) -> None:
