@@ -58,6 +58,7 @@ from titanlite.optim.schedule import LRScheduler
 from titanlite.optim.warmup_stable_decay import WarmupStableDecay
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.parallel.compile import Compile
+from titanlite.parallel.expert_parallel import check_expert_parallel
 from titanlite.parallel.float8 import Float8
 from titanlite.parallel.pipeline_parallel import check_pipeline_parallel
 from titanlite.runtime.process_group import Comm
@@ -137,6 +138,7 @@ class Job:
         batch = BatchLayout.of(training, degrees.data_parallel)
         self.model.check_tensor_parallel(degrees.tp)
         self.model.check_pipeline_parallel(degrees.pp)
+        check_expert_parallel(parallelism, degrees, self.model)
         sources = dict(zip(short_names(self.data.sources), (source.weight for source in self.data.sources)))
         check_stages(self.stages, training, list(sources))
         check_sources_are_read(self.stages, sources)
@@ -153,7 +155,11 @@ class Job:
             reduce_dtype=training.mixed_precision_reduce,
             separates_weight_backward=not self.compile.enable and self.activation_checkpoint.mode == "none",
         )
-        self.activation_checkpoint.check(self.compile, tensor_parallel=degrees.tp > 1)
+        self.activation_checkpoint.check(
+            self.compile,
+            tensor_parallel=degrees.tp > 1,
+            experts_apart=bool(self.model.num_experts) and parallelism.shards_experts_apart,
+        )
         self.float8.check(
             compiled=self.compile.enable,
             micro_batch_tokens=training.local_batch_size * training.seq_len // degrees.cp,

@@ -4,6 +4,10 @@ Axes, from the outermost in: `pp` (pipeline parallel: stages), `dp_replicate` (H
 `dp_shard` (FSDP: shards of one copy), `cp` (context parallel: chunks of each sequence), `tp` (tensor
 parallel: shards of each layer). Ranks along `pp`, `cp` and `tp` read the same sequences; those along
 `dp_replicate` and `dp_shard` are the data-parallel ranks. FSDP also shards over `cp`.
+
+Experts have axes of their own over the same ranks in the same order: `pp`, `dp_replicate`, `expert_fsdp` and
+`expert`. The last two have the ranks of `dp_shard`, `cp` and `tp`, so that `expert`, the innermost, takes the
+ranks of `tp` first, then those of `cp`, then those of `dp_shard`.
 """
 
 from __future__ import annotations
@@ -38,6 +42,11 @@ class Degrees(NamedTuple):
         """The number of ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
 
+    def of_experts(self, expert_degree: int) -> dict[str, int]:
+        """The number of ranks along each axis of experts, in the mesh's order."""
+        rest = self.dp_shard * self.cp * self.tp // expert_degree
+        return {"pp": self.pp, REPLICAS: self.dp_replicate, EXPERT_FSDP: rest, EXPERT: expert_degree}
+
     def __str__(self) -> str:
         """The axes with more than one rank, such as `pp 2 x dp_shard 4`."""
         axes = [f"{axis} {size}" for axis, size in self._asdict().items() if size > 1]
@@ -52,9 +61,12 @@ KEYS = (  # one per field of Degrees, in the same order
     "context_parallel_degree",
     "tensor_parallel_degree",
 )
+EXPERT_KEY = "expert_parallel_degree"  # of ranks that are in the product of KEYS already
 REPLICAS = "dp_replicate"
 DP_SHARD_AND_CP = "dp_shard_cp"  # the flattened axis over which FSDP shards under context parallel
 STAGE_SHARDS = "stage_shards"  # the flattened axes over which the parameters of a pipeline stage are sharded
+EXPERT_FSDP = "expert_fsdp"
+EXPERT = "expert"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +101,11 @@ class Parallelism:
     pipeline_parallel_split_points: list[str] = field(default_factory=list)
     """Name of the first block of each stage after the first stage, such as `["layers.3", "layers.6"]`. Empty:
     split as evenly as possible."""
+    expert_parallel_degree: int = 1
+    """Number of ranks over which the experts of each mixture are partitioned; tokens are sent to the ranks of
+    their experts. These ranks are not in addition to the other degrees: they are among the ranks of
+    data_parallel_shard_degree x context_parallel_degree x tensor_parallel_degree, of which the rest shards
+    each expert (FSDP). The degree must divide that product and the number of experts. 1: only FSDP."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether FSDP frees gathered parameters after the forward and gathers them again for the backward.
     `always`: yes, except for the last block and the head, with which the backward begins. `never`: no.
@@ -101,7 +118,7 @@ class Parallelism:
     rank keeps only its shard."""
 
     def __post_init__(self) -> None:
-        for key in KEYS:
+        for key in (*KEYS, EXPERT_KEY):
             degree = getattr(self, key)
             if degree < 1 and (degree != -1 or key != SHARD_KEY):
                 reason = "neither -1 nor at least 1" if key == SHARD_KEY else "below 1"
@@ -126,6 +143,20 @@ class Parallelism:
                 "parallel shards the tokens of each sequence over the tensor-parallel ranks",
                 key,
             )
+
+    @property
+    def shards_experts_apart(self) -> bool:
+        """Whether experts have axes of their own: with expert parallel, and with tensor parallel, which does
+        not shard experts, so that FSDP shards them over the tensor-parallel ranks, too."""
+        return self.expert_parallel_degree > 1 or self.tensor_parallel_degree > 1
+
+    def describe(self, degrees: Degrees, num_experts: int) -> str:
+        """The layout in words, such as `dp_shard 4`. With experts on axes of their own also these, such as
+        `dp_shard 4, experts: expert_fsdp 2 x expert 2`."""
+        if not num_experts or not self.shards_experts_apart:
+            return str(degrees)
+        axes = degrees.of_experts(self.expert_parallel_degree)
+        return f"{degrees}, experts: {EXPERT_FSDP} {axes[EXPERT_FSDP]} x {EXPERT} {axes[EXPERT]}"
 
     @property
     def fewest_ranks(self) -> int:
@@ -153,11 +184,12 @@ class Parallelism:
 @dataclass(frozen=True)
 class Mesh:
     """This rank's place among the ranks, and the axes as DeviceMeshes. `device_mesh` is None in a single
-    process that shards nothing."""
+    process that shards nothing. `expert_degree`: parallelism.expert_parallel_degree."""
 
     degrees: Degrees
     rank: int
     device_mesh: DeviceMesh | None
+    expert_degree: int = 1
 
     @property
     def coordinate(self) -> Degrees:
@@ -243,6 +275,35 @@ class Mesh:
             return self.device_mesh[axis].get_group()
 
     @property
+    def shards_experts_apart(self) -> bool:
+        """As Parallelism.shards_experts_apart."""
+        return self.device_mesh is not None and (self.expert_degree > 1 or self.degrees.tp > 1)
+
+    @cached_property
+    def experts(self) -> DeviceMesh:
+        """The axes of experts that have axes of their own. The first use is collective over all ranks,
+        because it makes the groups, which only models with experts need."""
+        assert self.device_mesh is not None
+        axes = {
+            axis: size
+            for axis, size in self.degrees.of_experts(self.expert_degree).items()
+            if size > 1 or axis in (EXPERT_FSDP, EXPERT)
+        }
+        return init_device_mesh(
+            self.device_mesh.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes)
+        )
+
+    @property
+    def expert(self) -> DeviceMesh:
+        """The ranks over which the experts are partitioned (expert parallel)."""
+        return self.experts[EXPERT]
+
+    @property
+    def expert_fsdp(self) -> DeviceMesh:
+        """The mesh for fully_shard of experts that have axes of their own: one axis, or two for HSDP."""
+        return self.experts[(REPLICAS, EXPERT_FSDP) if self.degrees.dp_replicate > 1 else EXPERT_FSDP]
+
+    @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups that this rank is in, the default group first; none without a DeviceMesh."""
         if self.device_mesh is None:
@@ -251,6 +312,8 @@ class Mesh:
         groups = itertools.chain(self.device_mesh.get_all_groups(), self.fsdp.get_all_groups())
         if (stage_group := vars(self).get("stage_group")) is not None:  # only if it is in use
             groups = itertools.chain(groups, [stage_group])
+        if (experts := vars(self).get("experts")) is not None:
+            groups = itertools.chain(groups, experts.get_all_groups())
         assert dist.group.WORLD is not None
         return list(dict.fromkeys([dist.group.WORLD, *groups]))
 
@@ -269,7 +332,7 @@ def build_mesh(
     mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     if degrees.cp > 1:
         flatten_mesh(mesh["dp_shard", "cp"], DP_SHARD_AND_CP)
-    return Mesh(degrees, rank, mesh)
+    return Mesh(degrees, rank, mesh, parallelism.expert_parallel_degree)
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:

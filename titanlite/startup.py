@@ -392,7 +392,8 @@ def log_start(job: Job, rt: Runtime, about: Sequence[str], sequences: RunSequenc
     dtype = str(rt.param_dtype).removeprefix("torch.")
     for line in about:
         logger.info(line)
-    logger.info(f"{rt.world_size} x {device_name(rt.device)}: {rt.mesh.degrees}{offload}, {dtype}")
+    layout = job.parallelism.describe(rt.mesh.degrees, job.model.num_experts)
+    logger.info(f"{rt.world_size} x {device_name(rt.device)}: {layout}{offload}, {dtype}")
     logger.info(f"{sequences.describe_size()}, {sequences.num_held_out:,} held out")
     for line in sequences.describe_conversations(min(job.sequence_lengths().values())):
         logger.info(line)

@@ -68,26 +68,28 @@ def train_on_rank(folder: Path, corpus: Path, part: Part, name: str, steps: int)
 
 
 class Runs:
-    """Runs of combinations on several ranks, and reference runs in one process. Each reference runs once."""
+    """Runs of combinations on several ranks, and reference runs in one process. Each reference runs once.
+    `program` trains: by default as the job says."""
 
-    def __init__(self, folder: Path, corpus: Path):
-        self.folder, self.corpus = folder, corpus
+    def __init__(self, folder: Path, corpus: Path, program: Callable[..., None] = train_on_rank):
+        self.folder, self.corpus, self.program = folder, corpus, program
         self._alone: dict[tuple[tuple[str, ...], int], Job] = {}
 
     def alone(self, part: Part, steps: int) -> Job:
         """The reference run in one process, with the keys of `part` that change the numbers."""
         keys = tuple(k for k in part.keys if k.startswith(NUMERIC))
         if (keys, steps) not in self._alone:
-            job = job_of(self.folder, self.corpus, Part(1, list(keys)), f"alone-{len(self._alone)}", steps)
-            train(job)
-            self._alone[keys, steps] = job
+            part, name = Part(1, list(keys)), f"alone-{len(self._alone)}"
+            self.program(self.folder, self.corpus, part, name, steps)
+            self._alone[keys, steps] = job_of(self.folder, self.corpus, part, name, steps)
         return self._alone[keys, steps]
 
     def assert_equal(
-        self, name: str, part: Part, steps: int = STEPS, program: Callable[..., None] = train_on_rank
+        self, name: str, part: Part, steps: int = STEPS, program: Callable[..., None] | None = None
     ) -> None:
-        """Train with `part` on its ranks, and compare the run with its reference."""
-        ranks.run(part.ranks, program, self.folder, self.corpus, part, name, steps)
+        """Train with `part` on its ranks, by `program` if it is given, and compare the run with its
+        reference."""
+        ranks.run(part.ranks, program or self.program, self.folder, self.corpus, part, name, steps)
         self.compare(name, part, steps)
 
     def compare(self, name: str, part: Part, steps: int) -> None:

@@ -61,9 +61,9 @@ class ActivationCheckpoint:
                 known = {"op", "a number", *MODULES}
                 raise ConfigError(f"unknown option {name!r}{suggest(name, known)}", "selective_ac_option")
 
-    def check(self, compile: Compile, tensor_parallel: bool) -> None:
-        """Raises ConfigError for a mode that does not work with the section [compile] or with tensor
-        parallel."""
+    def check(self, compile: Compile, tensor_parallel: bool, experts_apart: bool = False) -> None:
+        """Raises ConfigError for a mode that does not work with the section [compile], with tensor parallel
+        or with experts on axes of their own."""
         if self.mode == "memory_budget" and not compile.enable:
             raise ConfigError(
                 "memory_budget needs the compiler: set compile.enable, or choose another mode",
@@ -74,6 +74,12 @@ class ActivationCheckpoint:
                 f"memory_budget needs the backend {' or '.join(BACKENDS_WITH_MEMORY_BUDGET)}; "
                 f"{compile.backend!r} ignores the budget",
                 "compile.backend",
+            )
+        if experts_apart and self.mode == "selective" and self.selective_ac_option == "op":
+            raise ConfigError(
+                "'op' does not work with experts under expert parallel or tensor parallel; use a number, "
+                f'{", ".join(MODULES)} or mode = "full"',
+                "activation_checkpoint.selective_ac_option",
             )
         within_blocks = self.mode == "selective" and not self.selective_ac_option.isdecimal()
         if tensor_parallel and compile.enable and within_blocks:

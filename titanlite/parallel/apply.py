@@ -1,5 +1,5 @@
-"""The order of the transforms: float8, tensor parallel, activation checkpointing, compile, pipeline parallel,
-FSDP. A new transform gets a file of its own and a line in `parallelize`.
+"""The order of the transforms: float8, expert parallel, tensor parallel, activation checkpointing, compile,
+pipeline parallel, FSDP. A new transform gets a file of its own and a line in `parallelize`.
 
 With tensor parallel, compile comes before activation checkpointing, which then repeats compiled forwards:
 torch 2.13 cannot compile the repeated forward of a tensor-parallel block."""
@@ -20,6 +20,7 @@ from titanlite.models.load_balance import LoadBalance
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint, apply_activation_checkpoint
 from titanlite.parallel.compile import Compile, apply_compile, compile_forwards
 from titanlite.parallel.expert_loads import ExpertLoads
+from titanlite.parallel.expert_parallel import apply_expert_parallel
 from titanlite.parallel.float8 import Float8, apply_float8
 from titanlite.parallel.fsdp import apply_fsdp, time_waits
 from titanlite.parallel.pipeline_parallel import ZERO_BUBBLE, Pipeline, apply_pipeline_parallel
@@ -60,12 +61,13 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
     zero_bubble = mesh.pp is not None and parallelism.pipeline_parallel_schedule in ZERO_BUBBLE
     loads = ExpertLoads(net, settings.moe, mesh, counts_in_forward=zero_bubble, clock=settings.clock)
     apply_float8(net, float8, sharded=mesh.device_mesh is not None, ranks=mesh.degrees.tp)
+    apply_expert_parallel(net, mesh)
     head_fn_for_logits: HeadFn = logits
     vocabulary, gather = WHOLE_VOCABULARY, None
     if mesh.degrees.tp == 1:
         loss_function = loss.build(compile.loss_backend)
         apply_activation_checkpoint(net, settings.activation_checkpoint, settings.attention.kept_ops)
-        apply_compile(net, compile)
+        apply_compile(net, compile, mesh.shards_experts_apart)
     else:
         apply_tensor_parallel(net, mesh.tp, float8)
         vocabulary = vocabulary_shard(net.vocab_size, mesh.tp)

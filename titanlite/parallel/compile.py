@@ -1,5 +1,7 @@
 """torch.compile, block by block and in place: parameter names stay, one graph serves all blocks, and a graph
-break is an error. Compilations after the first step are counted and logged with their reasons.
+break is an error. Blocks whose experts have axes of their own (Mesh.shards_experts_apart) are compiled in
+pieces, because the exchange of tokens and FSDP's hooks between the pieces cannot be compiled. Compilations
+after the first step are counted and logged with their reasons.
 
 Each sequence length has a graph of its own. By default, torch would make a second graph with symbolic sizes
 for all lengths but the first. Its kernels may be slower, and a run that resumes with such a length would not
@@ -7,14 +9,18 @@ have it, so that results might differ in their last bits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
 
 from titanlite.config.component import ConfigError, suggest
 from titanlite.log import logger
 from titanlite.models.base import Decoder
-from titanlite.torch_compat import Compilation, allow_many_graphs, compilations
+from titanlite.models.moe import MoE, moe_layers_of
+from titanlite.torch_compat import Compilation, allow_many_graphs, compilations, mark_dynamic
 
 BACKENDS_WITH_MEMORY_BUDGET = ("inductor", "aot_eager")
 
@@ -43,12 +49,16 @@ class Compile:
         return self.backend if self.enable else None
 
 
-def apply_compile(net: Decoder, config: Compile) -> None:
-    """Compile the blocks in place. Call it after activation checkpointing and before FSDP."""
+def apply_compile(net: Decoder, config: Compile, experts_apart: bool = False) -> None:
+    """Compile the blocks in place. Call it after activation checkpointing and before FSDP. `experts_apart`:
+    Mesh.shards_experts_apart."""
     if config.enable:
         allow_many_graphs()
         for block in net.blocks().values():
-            block.compile(fullgraph=True, dynamic=False, backend=config.backend)
+            if experts_apart and (layers := moe_layers_of(block)):
+                _compile_pieces(block, layers, config)
+            else:
+                block.compile(fullgraph=True, dynamic=False, backend=config.backend)
 
 
 def compile_forwards(net: Decoder, config: Compile) -> None:
@@ -57,9 +67,33 @@ def compile_forwards(net: Decoder, config: Compile) -> None:
     if config.enable:
         allow_many_graphs()
         for block in net.blocks().values():
-            block.forward = torch.compile(
-                block.forward, fullgraph=True, dynamic=False, backend=config.backend
-            )
+            if layers := moe_layers_of(block):
+                _compile_pieces(block, layers, config)
+            else:
+                block.forward = _compiled(block.forward, config)
+
+
+def _compiled(function: Callable[..., Any], config: Compile) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=config.backend)
+
+
+def _compile_pieces(block: nn.Module, layers: list[MoE], config: Compile) -> None:
+    """Compile what a block does before its experts, the router and the products of the experts."""
+    block.attend = _compiled(block.attend, config)
+    for layer in layers:
+        layer.gate.forward = _compiled(layer.gate.forward, config)
+        layer.experts.product = _compiled_for_any_rows(layer.experts.product, config)
+
+
+def _compiled_for_any_rows(product: Callable[..., torch.Tensor], config: Compile) -> Callable[..., Any]:
+    """`product` as one graph for all numbers of rows above 1 of its first argument."""
+    compiled = _compiled(product, config)
+
+    def for_any_rows(x_RD: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        mark_dynamic(x_RD, 0)
+        return compiled(x_RD, *args)
+
+    return for_any_rows
 
 
 @dataclass

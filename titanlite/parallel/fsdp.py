@@ -20,6 +20,8 @@ from torch.distributed.fsdp import (
 
 from titanlite.mesh import Mesh
 from titanlite.models.base import Decoder
+from titanlite.models.moe import moe_layers_of
+from titanlite.parallel.expert_parallel import fsdp_dim
 from titanlite.step_clock import StepClock
 from titanlite.torch_compat import finish_weight_backward, time_fsdp_waits
 
@@ -35,7 +37,7 @@ def apply_fsdp(
     cpu_offload: bool,
 ) -> None:
     """Shard each block, the embedding and the head, in place. Tied embeddings are sharded with the root
-    module."""
+    module. Experts that have axes of their own are sharded before their block, which leaves them alone."""
     # cast_forward_inputs would also cast the rotary tables, which must stay fp32.
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
@@ -45,20 +47,41 @@ def apply_fsdp(
     reshard = {"always": True, "never": False, "default": frees_by_default}[reshard_after_forward]
     pinned = CPUOffloadPolicy(pin_memory=mesh.fsdp.device_type == "cuda")
     offload = pinned if cpu_offload else OffloadPolicy()
-    shard = partial(fully_shard, mesh=mesh.fsdp, mp_policy=policy, offload_policy=offload)
+    shard = partial(fully_shard, mp_policy=policy, offload_policy=offload)
     blocks = list(net.blocks().values())
     # The backward begins with the head and the last block, so they stay gathered.
     for block in blocks:
-        shard(block, reshard_after_forward=reshard and block is not blocks[-1])
+        options = {"reshard_after_forward": reshard and block is not blocks[-1]}
+        for layer in moe_layers_of(block) if mesh.shards_experts_apart else ():
+            # With other options than the block's, zero-bubble schedules would read freed weights.
+            placement = fsdp_dim(layer.experts, mesh)
+            shard(layer.experts, mesh=mesh.expert_fsdp, shard_placement_fn=placement, **options)
+        shard(block, mesh=mesh.fsdp, **options)
+    if reshard and mesh.shards_experts_apart:
+        _prefetch_next_block(blocks)
     for group in net.embedding_and_head():
-        shard(group, reshard_after_forward=reshard and isinstance(group[0], nn.Embedding))
-    shard(net, reshard_after_forward=False)
+        options = {"reshard_after_forward": reshard and isinstance(group[0], nn.Embedding)}
+        shard(group, mesh=mesh.fsdp, **options)
+    shard(net, mesh=mesh.fsdp, reshard_after_forward=False)
     for module in net.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if isinstance(module, nn.Embedding):
                 module.set_unshard_in_backward(False)  # an embedding's backward does not read the weight
+
+
+def _prefetch_next_block(blocks: list[nn.Module]) -> None:
+    """Begin to gather each block and its experts while the block before it runs, and in the backward the
+    block after it. FSDP does so by itself only while the host runs ahead of the device, which the host
+    synchronisation of expert parallel prevents."""
+    groups = [[block, *(layer.experts for layer in moe_layers_of(block))] for block in blocks]
+    for i, block in enumerate(blocks):
+        assert isinstance(block, FSDPModule)
+        if i + 1 < len(blocks):
+            block.set_modules_to_forward_prefetch(groups[i + 1])
+        if i > 0:
+            block.set_modules_to_backward_prefetch(groups[i - 1])
 
 
 def time_waits(net: Decoder, clock: StepClock, on_cuda: bool) -> None:

@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 
 from titanlite.config.component import ConfigError
 from titanlite.losses import VocabularyShard
+from titanlite.mesh import local_shard
 from titanlite.models.base import Decoder, HeadFn, logits
 from titanlite.models.lora import LoRALinear, low_rank_product
 from titanlite.parallel.float8 import Float8, rowwise_style, shared_cast
@@ -58,6 +59,8 @@ def apply_tensor_parallel(net: Decoder, mesh: DeviceMesh, float8: Float8) -> Non
         # SequenceParallel replicates the weight and sums its gradient over ranks, for any sharded dim.
         "heads": lambda _: SequenceParallel(sequence_dim=HEADS, use_local_output=True),
         "head": lambda _: _ShardRows(),
+        "local": lambda _: _LocalTokens(),
+        "router": lambda _: _ReplicateRouter(),
     }
     names = [name for name, _ in net.named_modules()]
     frozen = [name for name, p in net.named_parameters() if not p.requires_grad]
@@ -146,6 +149,34 @@ class _GatherTokens(ParallelStyle):
             lambda _, args: (_gather(args[0], device_mesh, self.cast), *args[1:])
         )
         return module
+
+
+class _LocalTokens(ParallelStyle):
+    """Gives a module this rank's tokens as a plain tensor."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(lambda _, args: tuple(local_shard(arg) for arg in args))
+        return module
+
+
+class _ReplicateRouter(ParallelStyle):
+    """Replicates a router's weight. Each rank routes its own tokens, so that the weight's gradient is a sum
+    over ranks."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        product = module.product
+        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Replicate()]))
+
+        def local_product(h_ND: torch.Tensor, weight_ED: DTensor) -> torch.Tensor:
+            return product(h_ND, _local_with_summed_gradient(weight_ED))
+
+        module.product = local_product
+        return module
+
+
+def _local_with_summed_gradient(weight: DTensor) -> torch.Tensor:
+    """A replicated weight as a plain tensor, whose gradient is summed over ranks."""
+    return weight.to_local(grad_placements=[Partial()])
 
 
 class _AdapterPlacements(NamedTuple):

@@ -97,7 +97,8 @@ def check_layout(job: Job, ranks: int, gpus_per_node: int) -> list[str]:
     warnings = dry_run.warnings(simulated, degrees, gpus_per_node)
     for text in warnings:
         print(f"titanlite: warning: {text}", file=sys.stderr)
-    lines = [f"layout of {ranks} rank(s): {degrees}", *(rank.describe() for rank in simulated)]
+    layout = job.parallelism.describe(degrees, job.model.num_experts)
+    lines = [f"layout of {ranks} rank(s): {layout}", *(rank.describe() for rank in simulated)]
     return lines + [f"warning: {text}" for text in warnings]
 
 

@@ -1,0 +1,169 @@
+"""Expert parallel: the experts of each mixture are partitioned over the ranks along the `expert` axis, and
+tokens travel to the ranks of their experts and back (Lepikhin et al. 2020). FSDP shards each expert over the
+remaining ranks, along `expert_fsdp`. No expert is cut, and no token is dropped.
+
+Nothing has to be scaled: the loss is divided by the tokens of all ranks before the backward, and every
+gradient is a sum, over the tokens that reached an expert and over `expert_fsdp` and `dp_replicate`.
+
+With tensor parallel each rank routes its own tokens, which sequence parallel has sharded already. Experts
+then have the `expert` axis at every degree, also at 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from titanlite.config.component import ConfigError
+from titanlite.mesh import EXPERT_KEY, Degrees, Mesh, Parallelism, local_shard
+from titanlite.models.base import Decoder, ModelFamily
+from titanlite.models.moe import Experts, Routing, Unpermute, local_dispatch
+
+KEY = f"parallelism.{EXPERT_KEY}"
+EXPERTS = 0  # the dim of both weights [E, ...] of experts that expert parallel shards
+
+
+def check_expert_parallel(parallelism: Parallelism, degrees: Degrees, model: ModelFamily) -> None:
+    """Raises ConfigError if the experts of `model` cannot be partitioned over the ranks."""
+    degree, num_experts = parallelism.expert_parallel_degree, model.num_experts
+    if not num_experts:
+        if degree > 1:
+            raise ConfigError(f"{model.title} has no experts: set it to 1", KEY)
+        return
+    num_ranks = degrees.dp_shard * degrees.cp * degrees.tp
+    if num_ranks % degree:
+        raise ConfigError(
+            f"{degree} does not divide the {num_ranks} ranks of dp_shard {degrees.dp_shard} x "
+            f"cp {degrees.cp} x tp {degrees.tp}; possible: {_divisors(num_ranks, num_experts)}",
+            KEY,
+        )
+    if num_experts % degree:
+        raise ConfigError(
+            f"{degree} does not divide n_experts = {num_experts} of {model.title}; possible: "
+            f"{_divisors(num_ranks, num_experts)}",
+            KEY,
+        )
+    rest, config = num_ranks // degree, model.config
+    if (degree > 1 or degrees.tp > 1) and (num_experts // degree) % rest:
+        for name, size in (("dim", config.dim), ("2 moe_hidden_dim", 2 * config.moe_hidden_dim)):
+            if size % rest:
+                raise ConfigError(
+                    f"FSDP cannot shard {num_experts // degree} experts per rank over {rest} ranks: neither "
+                    f"their number nor {name} = {size} is divisible by {rest}; possible: "
+                    f"{_divisors(num_ranks, num_experts)}",
+                    KEY,
+                )
+
+
+def _divisors(*numbers: int) -> str:
+    """The common divisors of the numbers, for messages."""
+    divisors = [n for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers)]
+    return ", ".join(map(str, divisors))
+
+
+def apply_expert_parallel(net: Decoder, mesh: Mesh) -> None:
+    """Partition the experts of `net` over the ranks, in place, if they have axes of their own. Call it before
+    all other transforms."""
+    if not mesh.shards_experts_apart:
+        return
+    for moe in net.moe_layers().values():
+        _partition(moe.experts, mesh)
+        if mesh.expert_degree > 1:
+            moe.dispatch = AllToAll(mesh.expert.get_group())
+
+
+def fsdp_dim(experts: Experts, mesh: Mesh) -> Callable[[nn.Parameter], Shard]:
+    """The dim that FSDP shards of both weights of `experts`: whole experts if the ranks have equally many,
+    otherwise their rows."""
+    num_local = len(experts.gate_up_proj) // mesh.expert_degree
+    dim = EXPERTS if num_local % mesh.expert_fsdp.shape[-1] == 0 else 1
+    return lambda parameter: Shard(dim)
+
+
+def _partition(experts: Experts, mesh: Mesh) -> None:
+    """Replace the weights by DTensors of which this rank has its experts, and compute with its shards."""
+    for name, weight in list(experts.named_parameters(recurse=False)):
+        sharded = nn.Parameter(
+            distribute_tensor(weight, mesh.expert, [Shard(EXPERTS)]), requires_grad=weight.requires_grad
+        )
+        experts.register_parameter(name, sharded)
+    product = experts.product
+
+    def local_product(
+        x_RD: torch.Tensor, counts_L: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor
+    ) -> torch.Tensor:
+        return product(x_RD, counts_L, local_shard(gate_up_proj), local_shard(down_proj))
+
+    experts.product = local_product
+
+
+class AllToAll:
+    """Dispatches tokens by an all-to-all of one copy of a token per expert that it goes to, and another one
+    for the results. `group`: the ranks along `expert`.
+
+    Shape suffixes: P = this rank's pairs of token and expert, R = pairs that arrive here, S = ranks of the
+    group, L = experts per rank. All ranks of the group take part, also a rank without tokens for others or
+    from others."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+
+    def __call__(
+        self, h_ND: torch.Tensor, routing: Routing, experts: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        return local_dispatch(h_ND, routing, partial(self._remote, experts))
+
+    def _remote(
+        self, experts: Callable[..., torch.Tensor], x_PD: torch.Tensor, counts_E: torch.Tensor
+    ) -> torch.Tensor:
+        """What the experts of all ranks make of `x_PD`, which is sorted by expert."""
+        sent_SL = counts_E.unflatten(0, (self._group.size(), -1)).contiguous()
+        received_SL = torch.empty_like(sent_SL)
+        dist.all_to_all_single(received_SL, sent_SL, group=self._group)
+        # The only host synchronisation of a mixture: the host must know how many rows to exchange.
+        sent, received = torch.stack((sent_SL.sum(1), received_SL.sum(1))).tolist()
+        order_R, place_R = _order_by_expert(received_SL, sum(received))
+        x_RD = _Exchange.apply(x_PD, sent, received, self._group)
+        y_RD = experts(Unpermute.apply(x_RD, place_R, order_R), received_SL.sum(0))
+        return _Exchange.apply(Unpermute.apply(y_RD, order_R, place_R), received, sent, self._group)
+
+
+def _order_by_expert(counts_SL: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order, int64 [R], that sorts rows by expert, then by rank, if they are sorted by rank, then by
+    expert, and its inverse. `counts_SL`: the rows of each. `num_rows`: their sum."""
+    num_ranks, num_experts = counts_SL.shape
+    expert_SL = torch.arange(num_experts, device=counts_SL.device).expand(num_ranks, -1)
+    expert_R = expert_SL.flatten().repeat_interleave(counts_SL.flatten(), output_size=num_rows)
+    order_R = expert_R.argsort(stable=True)
+    place_R = torch.empty_like(order_R)
+    place_R[order_R] = torch.arange(num_rows, device=order_R.device)
+    return order_R, place_R
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of rows. `sent`, `received`: the numbers of rows to and from each rank. The backward sends
+    the gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_RD: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchange(x_RD, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchange(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchange(
+    x_RD: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    rows = x_RD.new_empty(sum(received), *x_RD.shape[1:])
+    dist.all_to_all_single(rows, x_RD.contiguous(), received, sent, group=group)
+    return rows
