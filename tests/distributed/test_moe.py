@@ -153,7 +153,19 @@ def test_control_a_wrong_gradient_of_the_router_shows_in_the_weights(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["--parallelism.tensor_parallel_degree=2"], "tensor parallel is not supported with experts yet"),
+        (
+            [
+                "--model.name=olmoe",
+                "--model.overrides.hidden_dim=0",
+                "--parallelism.tensor_parallel_degree=2",
+            ],
+            "olmoe debug does not support tensor parallel",
+        ),
+        (
+            ["--parallelism.expert_parallel_degree=2", "--activation_checkpoint.mode=selective"],
+            "'op' does not work with experts under expert parallel or tensor parallel",
+        ),
+        (["--parallelism.expert_parallel_degree=4"], "4 does not divide the 2 ranks"),
     ],
     ids=str,
 )

@@ -262,6 +262,14 @@ class ModelFamily(Component, kind="model", makes=(Decoder,)):
     """Directory whose config.json has given flavor and overrides, for messages. A run of the model
     "huggingface" records it."""
 
+    tp_fields: ClassVar[dict[str, str]] = {
+        "n_heads": "",
+        "n_kv_heads": ": each rank needs key and value heads of its own",
+        "hidden_dim": "",
+        "vocab_size": ": the head is sharded over the vocabulary",
+    }
+    """The config's fields that tensor-parallel ranks share, with the reason for messages. A family whose
+    `tp_plan` shards other dims overrides it."""
     flavors: ClassVar[dict[str, Any]]
     hf_model_type: ClassVar[str] = ""
     """The `model_type` in the config.json of the same model in Hugging Face's implementation; empty if there
@@ -323,16 +331,9 @@ class ModelFamily(Component, kind="model", makes=(Decoder,)):
             )
 
     def check_tensor_parallel(self, degree: int) -> None:
-        """Raises ConfigError unless `degree` tensor-parallel ranks can share the model's layers. A family
-        whose `tp_plan` shards other dims overrides this method."""
-        config = self.config
-        for name, size, reason in (
-            ("n_heads", config.n_heads, ""),
-            ("n_kv_heads", config.n_kv_heads, ": each rank needs key and value heads of its own"),
-            ("hidden_dim", config.hidden_dim, ""),
-            ("vocab_size", config.vocab_size, ": the head is sharded over the vocabulary"),
-        ):
-            if size % degree:
+        """Raises ConfigError unless `degree` tensor-parallel ranks can share the model's layers."""
+        for name, reason in self.tp_fields.items():
+            if (size := getattr(self.config, name)) % degree:
                 divisors = [divisor for divisor in range(2, size + 1) if size % divisor == 0][:4]
                 raise ConfigError(
                     f"{name} = {size} is not divisible by {degree}{reason}; it is divisible by {divisors}",

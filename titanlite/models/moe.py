@@ -81,7 +81,7 @@ class Router(nn.Module):
         super().__init__()
         self.num_chosen, self.norm_topk_prob = config.n_experts_per_token, config.norm_topk_prob
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))
-        self.product = router_logits
+        self.product: Callable[[torch.Tensor, Any], torch.Tensor] = router_logits
         self.load = RouterLoad(config.n_experts)
 
     def forward(self, h_ND: torch.Tensor, num_sequences: int = 1) -> Routing:
@@ -130,7 +130,7 @@ class Experts(nn.Module):
         E, D, hidden = config.n_experts, config.dim, config.moe_hidden_dim
         self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * hidden, D))
         self.down_proj = nn.Parameter(torch.empty(E, D, hidden))
-        self.product = expert_product
+        self.product: Callable[..., torch.Tensor] = expert_product
 
     def forward(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         return self.product(x_RD, counts_E, self.gate_up_proj, self.down_proj)
@@ -155,7 +155,7 @@ class _Permute(torch.autograd.Function):
         return g_NKD.sum(1, dtype=torch.float32).to(g_PD.dtype), None, None, None
 
 
-class _Unpermute(torch.autograd.Function):
+class Unpermute(torch.autograd.Function):
     """Rows of pairs sorted by expert to rows of pairs in the order of the tokens: the inverse of sorting."""
 
     @staticmethod
@@ -178,7 +178,7 @@ def local_dispatch(
     order_P = routing.experts_NK.flatten().argsort(stable=True)
     place_P = torch.empty_like(order_P).scatter(0, order_P, torch.arange(len(order_P), device=h_ND.device))
     y_PD = experts(_Permute.apply(h_ND, order_P, place_P, num_chosen), routing.counts_E)
-    y_NKD = _Unpermute.apply(y_PD, order_P, place_P).unflatten(0, (-1, num_chosen))
+    y_NKD = Unpermute.apply(y_PD, order_P, place_P).unflatten(0, (-1, num_chosen))
     return (y_NKD.float() * routing.weights_NK[..., None]).sum(1).to(h_ND.dtype)
 
 
@@ -189,11 +189,16 @@ class MoE(nn.Module):
     def __init__(self, config: MoEConfig):
         super().__init__()
         self.gate, self.experts = Router(config), Experts(config)
-        self.dispatch = local_dispatch
+        self.dispatch: Callable[[torch.Tensor, Routing, Any], torch.Tensor] = local_dispatch
 
     def forward(self, h_BTD: torch.Tensor) -> torch.Tensor:
         h_ND = h_BTD.flatten(0, 1)
         return self.dispatch(h_ND, self.gate(h_ND, len(h_BTD)), self.experts).view_as(h_BTD)
+
+
+def moe_layers_of(net: nn.Module) -> list[MoE]:
+    """The layers of experts in a model or a block."""
+    return [module for module in net.modules() if isinstance(module, MoE)]
 
 
 def moe_mlp(config: MoEConfig, block: int) -> nn.Module:
@@ -218,6 +223,7 @@ class MoEDecoder(RotaryDecoder):
         super().__init__(config, attention, attention_plan, mlp)
         self.folded_scales["experts.down_proj"] = config.residual_scale
         self.tp_plan = {name: style for name, style in self.tp_plan.items() if name not in MLP_PLAN}
+        self.tp_plan |= {"model.layers.*.mlp": "local", "model.layers.*.mlp.gate": "router"}
 
     def moe_layers(self) -> dict[str, MoE]:
         return {name: module for name, module in self.named_modules() if isinstance(module, MoE)}
@@ -256,7 +262,7 @@ class MoEFamily(ModelFamily):
     def check_tensor_parallel(self, degree: int) -> None:
         if degree > 1:
             raise ConfigError(
-                f"tensor parallel is not supported with experts yet ({self.title}); use 1",
+                f"{self.title} does not support tensor parallel; use 1",
                 "parallelism.tensor_parallel_degree",
             )
 

@@ -59,7 +59,7 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
     parallelism, float8, compile = settings.parallelism, settings.float8, settings.compile
     units = mlp_units(net)
     zero_bubble = mesh.pp is not None and parallelism.pipeline_parallel_schedule in ZERO_BUBBLE
-    loads = ExpertLoads(net, settings.moe, mesh, counts_in_forward=zero_bubble, clock=settings.clock)
+    loads = ExpertLoads(net, settings.moe, mesh, zero_bubble, settings.clock, mesh.expert_degree)
     apply_float8(net, float8, sharded=mesh.device_mesh is not None, ranks=mesh.degrees.tp)
     apply_expert_parallel(net, mesh)
     head_fn_for_logits: HeadFn = logits

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from titanlite.config.component import ConfigError, suggest
 from titanlite.log import logger
@@ -77,11 +76,11 @@ def _compiled(function: Callable[..., Any], config: Compile) -> Callable[..., An
     return torch.compile(function, fullgraph=True, dynamic=False, backend=config.backend)
 
 
-def _compile_pieces(block: nn.Module, layers: list[MoE], config: Compile) -> None:
+def _compile_pieces(block: Any, layers: list[MoE], config: Compile) -> None:
     """Compile what a block does before its experts, the router and the products of the experts."""
     block.attend = _compiled(block.attend, config)
     for layer in layers:
-        layer.gate.forward = _compiled(layer.gate.forward, config)
+        layer.gate.forward = _compiled(layer.gate.forward, config)  # type: ignore[method-assign]
         layer.experts.product = _compiled_for_any_rows(layer.experts.product, config)
 
 

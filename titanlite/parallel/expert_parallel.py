@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titanlite.config.component import ConfigError
 from titanlite.mesh import EXPERT_KEY, Degrees, Mesh, Parallelism, local_shard
 from titanlite.models.base import Decoder, ModelFamily
-from titanlite.models.moe import Experts, Routing, Unpermute, local_dispatch
+from titanlite.models.moe import Experts, Routing, Unpermute, local_dispatch, moe_layers_of
 
 KEY = f"parallelism.{EXPERT_KEY}"
 EXPERTS = 0  # the dim of both weights [E, ...] of experts that expert parallel shards
@@ -71,10 +71,10 @@ def apply_expert_parallel(net: Decoder, mesh: Mesh) -> None:
     all other transforms."""
     if not mesh.shards_experts_apart:
         return
-    for moe in net.moe_layers().values():
-        _partition(moe.experts, mesh)
+    for layer in moe_layers_of(net):
+        _partition(layer.experts, mesh)
         if mesh.expert_degree > 1:
-            moe.dispatch = AllToAll(mesh.expert.get_group())
+            layer.dispatch = AllToAll(mesh.expert.get_group())
 
 
 def fsdp_dim(experts: Experts, mesh: Mesh) -> Callable[[nn.Parameter], Shard]:

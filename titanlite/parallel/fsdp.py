@@ -7,6 +7,7 @@ all ranks."""
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -75,7 +76,9 @@ def _prefetch_next_block(blocks: list[nn.Module]) -> None:
     """Begin to gather each block and its experts while the block before it runs, and in the backward the
     block after it. FSDP does so by itself only while the host runs ahead of the device, which the host
     synchronisation of expert parallel prevents."""
-    groups = [[block, *(layer.experts for layer in moe_layers_of(block))] for block in blocks]
+    groups: list[list[Any]] = [
+        [block, *(layer.experts for layer in moe_layers_of(block))] for block in blocks
+    ]
     for i, block in enumerate(blocks):
         assert isinstance(block, FSDPModule)
         if i + 1 < len(blocks):

@@ -35,6 +35,7 @@ from titanlite.losses import VocabularyShard
 from titanlite.mesh import local_shard
 from titanlite.models.base import Decoder, HeadFn, logits
 from titanlite.models.lora import LoRALinear, low_rank_product
+from titanlite.models.moe import Router
 from titanlite.parallel.float8 import Float8, rowwise_style, shared_cast
 from titanlite.torch_compat import all_reduce
 
@@ -164,6 +165,7 @@ class _ReplicateRouter(ParallelStyle):
     over ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Router)
         product = module.product
         module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Replicate()]))
 
