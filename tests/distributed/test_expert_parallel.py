@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.distributed.test_deepseek_v3 import SHAPE as DEEPSEEK_SHAPE
 from tests.distributed.test_layouts import NUMERIC, Runs, job_of, train_on_rank
 from tests.support import ranks
 from tests.support.layouts import AXES, MASKED, OPTIONS, Part
@@ -37,6 +38,10 @@ def layout(degree: int, *names: str, keys: tuple[str, ...] = (), ranks: int = 1)
 
 
 TWO_EXPERTS = ("--model.overrides.n_experts=2",)
+DEEPSEEK = (
+    "--model.name=deepseek_v3",
+    *(f"--model.overrides.{key}={value}" for key, value in DEEPSEEK_SHAPE.items()),
+)
 LAYOUTS = {
     "dp_shard 2, degree 2": layout(2, "dp_shard"),
     "tp 2, degree 1": layout(1, "tp"),
@@ -80,6 +85,10 @@ LAYOUTS = {
     "dp_shard 2, degree 2, compile, full activation checkpointing": layout(
         2, "dp_shard", "compile, full activation checkpointing"
     ),
+    "dp_shard 2, degree 2, compile, memory_budget": layout(2, "dp_shard", "compile, memory_budget"),
+    "tp 2, degree 2, float8 rowwise": layout(2, "tp", "float8 rowwise"),
+    "dp_shard 4, degree 2, deepseek_v3": layout(2, ranks=4, keys=DEEPSEEK),
+    "dp_shard 2, degree 2, deepseek_v3, compile": layout(2, "dp_shard", "compile", keys=DEEPSEEK),
 }
 
 

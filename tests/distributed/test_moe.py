@@ -159,7 +159,7 @@ def test_control_a_wrong_gradient_of_the_router_shows_in_the_weights(
                 "--model.overrides.hidden_dim=0",
                 "--parallelism.tensor_parallel_degree=2",
             ],
-            "olmoe debug does not support tensor parallel",
+            "tensor parallel is not supported for olmoe debug",
         ),
         (
             ["--parallelism.expert_parallel_degree=2", "--activation_checkpoint.mode=selective"],

@@ -262,7 +262,7 @@ class MoEFamily(ModelFamily):
     def check_tensor_parallel(self, degree: int) -> None:
         if degree > 1:
             raise ConfigError(
-                f"{self.title} does not support tensor parallel; use 1",
+                f"tensor parallel is not supported for {self.title}; use 1",
                 "parallelism.tensor_parallel_degree",
             )
 

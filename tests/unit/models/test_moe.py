@@ -222,7 +222,7 @@ def test_a_dense_hidden_dim_of_olmoe_is_refused() -> None:
 
 
 def test_tensor_parallel_is_refused_for_norms_over_all_heads() -> None:
-    with pytest.raises(ConfigError, match="olmoe debug does not support tensor parallel"):
+    with pytest.raises(ConfigError, match="tensor parallel is not supported for olmoe debug"):
         family_of(Olmoe).check_tensor_parallel(2)
     family_of(Olmoe).check_tensor_parallel(1)
 
