@@ -96,6 +96,13 @@ def test_experts_are_counted_but_the_law_of_dense_models_is_not_asked(capsys: Ca
     assert plan["model"]["matmul_parameters"] == active
 
 
+@pytest.mark.parametrize("axis", ["expert", "tensor"])
+def test_experts_on_axes_of_their_own_are_refused(capsys: Capture, axis: str) -> None:
+    words = ["qwen3_30b_a3b", "--gpus=8xH200", f"--parallelism.{axis}_parallel_degree=2"]
+    assert cli.run(["plan", *words]) == 2
+    assert f"{axis}_parallel_degree: memory and time of experts under" in capsys.readouterr().err
+
+
 def test_a_distance_that_is_too_small_to_tell_is_not_given(capsys: Capture) -> None:
     words = ["plan", "llama3_1b", "--gpus=1xH100"]  # 20 tokens per parameter
     texts = []
