@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.test_deepseek_v3 import SHAPE as DEEPSEEK_SHAPE
-from tests.distributed.test_layouts import NUMERIC, Runs, job_of, train_on_rank
 from tests.support import ranks
+from tests.support.layout_runs import NUMERIC, Runs, job_of, train_on_rank
 from tests.support.layouts import AXES, MASKED, OPTIONS, Part
 from tests.support.runs import assert_same
 from tests.support.tiers import sampled
@@ -40,7 +39,18 @@ def layout(degree: int, *names: str, keys: tuple[str, ...] = (), ranks: int = 1)
 TWO_EXPERTS = ("--model.overrides.n_experts=2",)
 DEEPSEEK = (
     "--model.name=deepseek_v3",
-    *(f"--model.overrides.{key}={value}" for key, value in DEEPSEEK_SHAPE.items()),
+    *(
+        f"--model.overrides.{name}"
+        for name in (
+            "n_kv_heads=4",
+            "head_dim=12",
+            "rope_head_dim=4",
+            "v_head_dim=8",
+            "q_lora_rank=12",
+            "kv_lora_rank=16",
+            "moe_hidden_dim=24",
+        )
+    ),
 )
 LAYOUTS = {
     "dp_shard 2, degree 2": layout(2, "dp_shard"),
