@@ -38,7 +38,7 @@ from titanlite.flops import peak_bf16_flops
 from titanlite.interop.exporter import Exporter
 from titanlite.interop.formats import locate_base
 from titanlite.interop.initial import check_initial, load_base, load_initial
-from titanlite.interop.weights import ModelAndTokenizer, check_no_experts
+from titanlite.interop.weights import ModelAndTokenizer
 from titanlite.job import Job
 from titanlite.log import logger
 from titanlite.metrics.meter import Meter, StepCost
@@ -110,7 +110,6 @@ def check_interop(job: Job, tokenizer: Tokenizer) -> None:
     if config.initial_load_path and (job.lora.enable or folder.is_new_run()):
         check_initial(path, ModelAndTokenizer(job.model, tokenizer), is_base=job.lora.enable)
     if config.export_hf:
-        check_no_experts(job.model)
         job.model.hf_config(), tokenizer.hugging_face_files()
 
 

@@ -83,6 +83,9 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     ),
     "FSDP 2, compiled, op": (2, ["--compile.enable", "--activation_checkpoint.mode=selective"]),
     "FSDP 2, CPU offload": (2, ["--training.enable_cpu_offload"]),
+    "FSDP 2, float8 in attention": (
+        2, ["--float8.enable", "--float8.emulate", "--float8.recipe=rowwise", "--model.overrides.head_dim=16"]
+    ),
     "CP 2 x FSDP 2": (4, ["--parallelism.context_parallel_degree=2"]),
     "PP 2 x FSDP 2": (4, [PP]),
     "PP 2, zero bubble": (
@@ -100,7 +103,7 @@ def train_on_rank(folder: Path, corpus: Path, keys: list[str], name: str, world_
 def largest_errors(folder: Path, corpus: Path, world_size: int, keys: list[str]) -> tuple[float, float]:
     """The largest relative error of a loss, and of a parameter's weights after five steps, between a run and
     one process."""
-    alone = [key for key in keys if key.startswith(("--optimizer", "--data", "--model"))]
+    alone = [key for key in keys if key.startswith(("--optimizer", "--data", "--model", "--float8"))]
     ours, wanted = (
         make_job(folder, corpus, *MODEL, *k, name=name) for k, name in ((alone, "run"), (alone, "alone"))
     )
@@ -122,6 +125,22 @@ def test_weights_after_five_steps_are_those_of_one_process(name: str, tmp_path: 
     loss, weight = largest_errors(tmp_path, corpus, *RUNS[name])
     assert loss < 1e-4
     assert weight < 2e-3
+
+
+@pytest.mark.full
+def test_adapters_are_trained_in_attention_only(tmp_path: Path, corpus: Path) -> None:
+    base = make_job(tmp_path, corpus, *MODEL, name="base")
+    train(base)
+    lora = ["--lora.enable", f"--checkpoint.initial_load_path={base.folder / 'checkpoint'}"]
+    keys = [*MODEL, *lora]
+    ranks.run(2, train_on_rank, tmp_path, corpus, lora, "lora", 2)
+    train(make_job(tmp_path, corpus, *keys, name="alone"))
+    two, one = (metrics_of(make_job(tmp_path, corpus, *keys, name=name)) for name in ("lora", "alone"))
+    assert [row["train/loss"] for row in two] == pytest.approx([row["train/loss"] for row in one], rel=1e-4)
+    net = make_job(tmp_path, corpus, *keys).build_on_meta()
+    trained = {name for name, p in net.named_parameters() if p.requires_grad}
+    assert trained
+    assert all(".self_attn." in name for name in trained)
 
 
 def halved(h_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
@@ -174,10 +193,3 @@ def test_what_does_not_work_yet_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         make_job(tmp_path, corpus, *MODEL, *keys, world_size=2)
-
-
-def test_an_export_is_refused_before_the_first_step(tmp_path: Path, corpus: Path) -> None:
-    job = make_job(tmp_path, corpus, *MODEL, "--checkpoint.export_hf=true")
-    with pytest.raises(ConfigError, match="cannot be imported from or exported to other programs' files yet"):
-        train(job)
-    assert not (job.folder / "checkpoint").exists()

@@ -10,10 +10,13 @@ import torch
 from torch import nn
 
 from titanlite.models.base import Decoder, ModelFamily
+from titanlite.models.deepseek_v3 import DeepSeekV3
 from titanlite.models.llama3 import Llama3
 from titanlite.models.mistral import Mistral
+from titanlite.models.olmoe import Olmoe
 from titanlite.models.qwen2 import Qwen2
 from titanlite.models.qwen3 import Qwen3
+from titanlite.models.qwen3_moe import Qwen3MoE
 
 SHAPE = {
     "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "hidden_dim": 64,
@@ -21,6 +24,8 @@ SHAPE = {
 }  # fmt: skip
 SCALED = {"rope_factor": 8.0, "rope_original_max_position": 64, "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "rope_factor": 4.0, "rope_original_max_position": 64, "rope_theta": 1e4}
+# More than ten, so that the order of their numbers is not that of their names.
+EXPERTS = {"n_experts": 12, "n_experts_per_token": 3, "moe_hidden_dim": 24}
 VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "scaled rope": {**SCALED, "tie_word_embeddings": False},
@@ -28,6 +33,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3": {"name": "qwen3", "head_dim": 16, "tie_word_embeddings": False},
     "qwen3, tied": {"name": "qwen3", "tie_word_embeddings": True},
     "qwen2, yarn": {"name": "qwen2", "tie_word_embeddings": False, **YARN},
+    "qwen3_moe": {"name": "qwen3_moe", "tie_word_embeddings": False, **EXPERTS},
+    "olmoe": {"name": "olmoe", "tie_word_embeddings": False, "hidden_dim": 0, **EXPERTS},
+    "deepseek_v3": {
+        "name": "deepseek_v3",
+        "tie_word_embeddings": False,
+        "n_kv_heads": 4,
+        "head_dim": 24,
+        "rope_head_dim": 8,
+        "v_head_dim": 16,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 24,
+        "n_expert_groups": 4,
+        "n_expert_groups_per_token": 2,
+        **EXPERTS,
+    },
     "mistral, tied": {"name": "mistral", "tie_word_embeddings": True, "sliding_window": 20},
 }
 
@@ -46,7 +66,8 @@ class Parameters(Decoder):
 
 def family(name: str = "llama3", **overrides: Any) -> ModelFamily:
     """The family of a tiny model with a vocabulary of 258 ids, for raw bytes."""
-    component = {"llama3": Llama3, "mistral": Mistral, "qwen2": Qwen2, "qwen3": Qwen3}[name]
+    choices = (DeepSeekV3, Llama3, Mistral, Olmoe, Qwen2, Qwen3, Qwen3MoE)
+    component = {choice.name: choice for choice in choices}[name]
     return component(flavor="debug", overrides={**SHAPE, **overrides})
 
 
@@ -63,6 +84,9 @@ def random_net(component: ModelFamily, seed: int = 0) -> Decoder:
     with torch.no_grad():
         for name, p in net.named_parameters():
             p.copy_(torch.randn(p.shape, generator=generator) * 0.1 + name.endswith("norm.weight"))
+        for name, buffer in net.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
     return net
 
 

@@ -34,7 +34,6 @@ from titanlite.interop.weights import (
     Region,
     Weights,
     check,
-    check_no_experts,
     region_at,
     shape_at,
     vocabulary_of,
@@ -49,8 +48,9 @@ BLOCK_BYTES = 32 << 20  # size of the blocks in which values are converted to an
 
 
 class ExportFormat(NamedTuple):
-    """The form of an exported model. `dtype`: dtype of the written parameters; None: each keeps
-    its own. `keep_padding`: also write the rows of embedding and head without a token id."""
+    """The form of an exported model. `dtype`: dtype of the written floating-point parameters; None: each
+    keeps its own, as buffers always do. `keep_padding`: also write the rows of embedding and head without a
+    token id."""
 
     dtype: torch.dtype | None = None
     max_shard_bytes: int = MAX_SHARD_BYTES
@@ -90,7 +90,6 @@ def write_directory(
     are written; the export stops when it returns True.
     Raises ConfigError if the weights belong to another model or `target` exists, CheckpointError if `target`
     cannot be written. An error leaves nothing on the disk."""
-    check_no_experts(model.family)
     check(weights, model.family)
     outputs, vocab_size = _outputs(weights, model, form)
     shards = _in_shards(outputs, form.max_shard_bytes)
@@ -186,8 +185,8 @@ def _outputs(weights: Weights, model: ModelAndTokenizer, form: ExportFormat) -> 
     net = model.family.build_on_meta()
     vocabulary, outputs, vocab_size = vocabulary_of(net), [], net.vocab_size
     parameters = dict(net.named_parameters())
-    for name in model_tensors(net):
-        if name not in weights.tensors:  # a buffer that Hugging Face's files do not have
+    for name, tensor in model_tensors(net).items():
+        if not net.hf_tensors(name, tuple(tensor.shape)):
             continue
         stored = weights.tensors[name]
         shape = stored.shape

@@ -1,9 +1,10 @@
-"""Reads Llama weights under Meta's names: torchtitan's DCP checkpoints, and Meta's `consolidated.*.pth`
-files.
+"""Reads weights under Meta's names: torchtitan's DCP checkpoints of Llama and Qwen3, and Meta's
+`consolidated.*.pth` files of Llama.
 
-They differ from Hugging Face's weights in two ways: in the names, and in the order of the rows of wq and wk.
+They differ from Hugging Face's weights in the names, and Llama's in the order of the rows of wq and wk, too.
 Meta's rotary embedding rotates pairs of neighbouring elements of a head, (0, 1), (2, 3), ...; Hugging Face's
-and titanlite's rotates pairs (e, e + head_dim / 2). This module alone permutes these rows, head by head.
+and titanlite's rotates pairs (e, e + head_dim / 2), and so does torchtitan's of Qwen3. This module alone
+permutes these rows, head by head.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from titanlite.config.component import ConfigError
 from titanlite.config.json_file import read_object
 from titanlite.files import check_regular
 from titanlite.interop.dcp import stored_tensors
-from titanlite.interop.weights import UNSCALED, Chunk, LazyTensor, Region, Weights
-from titanlite.models.base import ModelFamily
+from titanlite.interop.weights import UNSCALED, Chunk, LazyTensor, Region, Weights, joined, region_at
+from titanlite.models.base import Index, ModelFamily
 
 OUTSIDE_BLOCKS = {  # Meta's name -> Hugging Face's name
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -36,12 +37,19 @@ IN_BLOCK = {
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
     "attention_norm": "input_layernorm",
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
     "ffn_norm": "post_attention_layernorm",
+    "moe.router.gate": "mlp.gate",
 }
+# Experts of a layer in torchtitan 0.2 (`w1`) and later (`w1_EFD`): w1 is the gate projection [E, F, D], w3
+# the up projection [E, F, D], w2 the down projection [E, D, F].
+EXPERTS = re.compile(r"layers\.(\d+)\.moe\.(?:experts|routed_experts\.inner_experts)\.w([123])(?:_EFD|_EDF)?")
+EXPERT_BIAS = re.compile(r"layers\.\d+\.moe\.expert_bias(?:_E)?")
 COMPUTED = {"rope.freqs", "freqs_cis"}  # stored, but computed from the configuration
 # The dimension along which Meta's tensor parallelism shards each weight over the files.
 SHARD_DIMS = {"wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "output": 0, "wo": 1, "w2": 1}
@@ -66,18 +74,27 @@ def open_torchtitan(path: Path, family: ModelFamily) -> Weights:
     prefix = next((p for p in ("", "model.") if f"{p}tok_embeddings.weight" in names), None)
     if prefix is None:
         raise ConfigError(
-            f"{path} is a DCP checkpoint, but neither titanlite's nor a Llama of torchtitan's: it has no "
+            f"{path} is a DCP checkpoint, but neither titanlite's nor a model of torchtitan's: it has no "
             f"tok_embeddings.weight, but {', '.join(sorted(names)[:3]) or 'nothing'}"
         )
     states = r"(optimizer|lr_scheduler|dataloader|train_state|ft_dataloader)\b"
     inside = {n.removeprefix(prefix): n for n in names if n.startswith(prefix) and not re.match(states, n)}
-    tensors = _renamed(stored_tensors(path, metadata, inside), family, path)
+    if family.hf_model_type not in ("llama", "qwen3", "qwen3_moe"):
+        raise ConfigError(
+            f"{path} has torchtitan's format, which is read for Llama and Qwen3 only; the job's model is "
+            f"{family.name}"
+        )
+    tensors = _renamed(_with_experts(stored_tensors(path, metadata, inside), path), family)
     return Weights(path, "torchtitan", tensors, UNSCALED)
 
 
 def open_meta(path: Path, family: ModelFamily) -> Weights:
     """Open the weights in `consolidated.NN.pth` files, each of which has a shard of most tensors. Raises
     ConfigError for a file that is missing, incomplete, or holds more than tensors."""
+    if family.hf_model_type != "llama":
+        raise ConfigError(
+            f"{path} has Meta's format, which is read for Llama only; the job's model is {family.name}"
+        )
     files = sorted(path.glob("consolidated.*.pth"))
     expected = [f"consolidated.{i:02}.pth" for i in range(len(files))]
     if missing := [name for name, file in zip(expected, files) if file.name != name]:
@@ -91,24 +108,52 @@ def open_meta(path: Path, family: ModelFamily) -> Weights:
         rest = ", ".join(f"consolidated.{i:02}.pth" for i in range(len(files), num_files))
         raise ConfigError(f"{path} has {len(files)} of the model's {num_files} files; {rest} is missing")
     tensors = {name: _joined(name, contents, files) for name in contents[0]}
-    return Weights(path, "Meta", _renamed(tensors, family, path), _params(path, family))
+    return Weights(path, "Meta", _renamed(tensors, family), _params(path, family))
 
 
-def _renamed(tensors: Mapping[str, LazyTensor], family: ModelFamily, path: Path) -> dict[str, LazyTensor]:
-    """Return the tensors under Hugging Face's names, the rows of wq and wk permuted. An unknown name stays,
-    so that it is reported as unexpected."""
-    if family.hf_model_type != "llama":
-        raise ConfigError(
-            f"{path} has torchtitan's or Meta's format, which is read for Llama only; the job's model is "
-            f"{family.name}"
-        )
+def _with_experts(tensors: Mapping[str, LazyTensor], path: Path) -> dict[str, LazyTensor]:
+    """Return the tensors with the experts of each layer under titanlite's names: gate and up projection are
+    one tensor. Incomplete experts keep their names, so that they are reported. Raises ConfigError for a bias
+    that balances experts, unless it is zero: no family that is read has one."""
+    result, names_of = dict(tensors), dict[str, dict[str, str]]()
+    for name, stored in tensors.items():
+        if match := EXPERTS.fullmatch(name):
+            names_of.setdefault(f"model.layers.{int(match[1])}.mlp.experts", {})[match[2]] = name
+        elif EXPERT_BIAS.fullmatch(name):
+            if stored.read(region_at((), stored.shape)).any():
+                raise ConfigError(
+                    f"{path}: {name} is not zero: the experts were balanced by a bias, which the job's model "
+                    "does not have"
+                )
+            del result[name]
+    for layer, names in names_of.items():
+        if len(names) != 3:
+            continue
+        gate, down, up = (tensors[names[number]] for number in "123")
+        if gate.shape != up.shape or gate.dtype != up.dtype or len(gate.shape) != 3:
+            continue
+        hidden = gate.shape[1]
+        parts: list[tuple[LazyTensor, Index]] = [
+            (gate, (slice(None), slice(0, hidden))),
+            (up, (slice(None), slice(hidden, 2 * hidden))),
+        ]
+        for name in names.values():
+            del result[name]
+        result[f"{layer}.gate_up_proj"] = joined(parts, (gate.shape[0], 2 * hidden, gate.shape[2]))
+        result[f"{layer}.down_proj"] = down
+    return result
+
+
+def _renamed(tensors: Mapping[str, LazyTensor], family: ModelFamily) -> dict[str, LazyTensor]:
+    """Return the tensors under Hugging Face's names, the rows of Llama's wq and wk permuted. An unknown name
+    stays, so that it is reported as unexpected."""
     renamed = {}
     for name, stored in tensors.items():
         block = re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name)
         if name in COMPUTED:
             continue
         if block and block[2] in IN_BLOCK:
-            if block[2] in ("attention.wq", "attention.wk"):
+            if block[2] in ("attention.wq", "attention.wk") and family.hf_model_type == "llama":
                 stored = _rotate_half(stored, family.config.head_dim)
             renamed[f"model.layers.{int(block[1])}.{IN_BLOCK[block[2]]}.weight"] = stored
         else:

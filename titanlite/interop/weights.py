@@ -23,7 +23,6 @@ from titanlite.checkpoint.state import listed, model_tensors, saved_tensors
 from titanlite.config.component import ConfigError
 from titanlite.mesh import local_shard_and_offsets
 from titanlite.models.base import Decoder, Index, ModelFamily, is_adapter
-from titanlite.models.moe import MoEFamily
 from titanlite.tokenizers.base import Tokenizer
 
 Region = tuple[slice, ...]  # begin and end along each dimension of a tensor
@@ -221,23 +220,12 @@ def with_parameters(weights: Weights, family: ModelFamily) -> Weights:
 def check(weights: Weights, family: ModelFamily) -> None:
     """Raise ConfigError unless `weights` belongs to the family's model: the same architecture, names and
     shapes, in a floating-point dtype. Embedding and head may have fewer rows."""
-    if weights.kind != "titanlite":
-        check_no_experts(family)
     net = skeleton(weights, family)
     if contradictions(family.config.architecture_fields(), weights.architecture):
         raise ConfigError(f"{weights.path} is not the job's model: {_differences(weights, net, family)}")
     if differences := mismatches(weights, net):
         raise ConfigError(
             f"{weights.path} does not fit the job's model: {listed(differences, separator='; ')}"
-        )
-
-
-def check_no_experts(family: ModelFamily) -> None:
-    """Raise ConfigError if the family has experts."""
-    if isinstance(family, MoEFamily):
-        raise ConfigError(
-            f"weights of {family.title} cannot be imported from or exported to other programs' files yet; "
-            "titanlite's checkpoints can be read"
         )
 
 
@@ -310,10 +298,11 @@ def load_weights(weights: Weights, net: torch.nn.Module) -> None:
     """Read this rank's shard of each parameter of `net` in place, in the parameter's dtype. Rows of embedding
     and head that `weights` does not have keep their values, and so do adapters, and buffers that Hugging
     Face's files do not have. Not collective. check() must have passed."""
-    for name, parameter in model_tensors(net).items():
-        if is_adapter(name) or name not in weights.tensors:
+    buffers = {name for name, _ in net.named_buffers()}
+    for name, tensor in model_tensors(net).items():
+        if is_adapter(name) or (name in buffers and name not in weights.tensors):
             continue
-        local, offsets = local_shard_and_offsets(parameter)
+        local, offsets = local_shard_and_offsets(tensor)
         stored = weights.tensors[name]
         stops = [min(o + n, size) for o, n, size in zip(offsets, local.shape, stored.shape)]
         if all(start < stop for start, stop in zip(offsets, stops)):

@@ -238,7 +238,17 @@ class MoEDecoder(RotaryDecoder):
         return super().parameter_role(name)
 
     def hf_tensors(self, name: str, shape: tuple[int, ...]) -> list[tuple[str, Index]]:
-        return [] if is_load(name) else super().hf_tensors(name, shape)
+        """The files have the three matrices of each expert, and no loads."""
+        if is_load(name):
+            return []
+        module, _, matrix = name.rpartition(".")
+        if not isinstance(self.get_submodule(module), Experts):
+            return super().hf_tensors(name, shape)
+        num_experts, num_rows, _ = shape
+        rows = {"down_proj": slice(0, num_rows)}
+        if matrix == "gate_up_proj":
+            rows = {"gate_proj": slice(0, num_rows // 2), "up_proj": slice(num_rows // 2, num_rows)}
+        return [(f"{module}.{n}.{part}.weight", (n, rows[part])) for n in range(num_experts) for part in rows]
 
     def initial_buffer(self, name: str) -> torch.Tensor:
         buffer = self.get_buffer(name)

@@ -78,7 +78,8 @@ def test_round_trip_is_bit_equal(tmp_path: Path, corpus: Path, variant: str, dty
 def test_logits_of_an_export_equal_ours_at_every_position(tmp_path: Path, variant: str) -> None:
     model_family = family(**VARIANTS[variant])
     hugging_face(model_family).save_pretrained(tmp_path / "theirs")
-    weights, pair = open_hugging_face(tmp_path / "theirs"), ModelAndTokenizer(model_family, Bytes().build())
+    weights = open_hugging_face(tmp_path / "theirs", model_family)
+    pair = ModelAndTokenizer(model_family, Bytes().build())
     write_directory(weights, tmp_path / "fp32", pair)
     write_directory(weights, tmp_path / "bf16", pair, ExportFormat(torch.bfloat16, max_shard_bytes=20_000))
     assert (tmp_path / "bf16/model.safetensors.index.json").exists()
@@ -101,7 +102,8 @@ def test_logits_of_an_export_equal_ours_at_every_position(tmp_path: Path, varian
         decided = best[..., 0] - best[..., 1] > best[..., 0].abs() * 2**-7
         same = rounded(tokens).argmax(-1) == model(tokens).logits.argmax(-1)
     assert decided.float().mean() > 0.9
-    assert same[decided].float().mean() > 0.99
+    # In bf16, transformers' router rounds its logits, and some tokens go to other experts.
+    assert same[decided].float().mean() > (0.95 if "n_experts" in model_family.overrides else 0.99)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +272,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "unknown architecture": (
         lambda d: edit_config(d, model_type="gpt2"),
-        r'model_type "gpt2" is not supported \(known: deepseek_v3, llama,',
+        r'model_type "gpt2" is not supported \(known: ',
     ),
     "adapter": (only_an_adapter, "is a PEFT adapter, not a whole model; merge it into its base model"),
     "rope type": (
@@ -372,7 +374,8 @@ def test_both_eras_of_rope_are_understood(tmp_path: Path) -> None:
 def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_family = family()
     hugging_face(model_family).save_pretrained(tmp_path / "theirs")
-    weights, pair = open_hugging_face(tmp_path / "theirs"), ModelAndTokenizer(model_family, Bytes().build())
+    weights = open_hugging_face(tmp_path / "theirs", model_family)
+    pair = ModelAndTokenizer(model_family, Bytes().build())
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match="there exists"):
         write_directory(weights, tmp_path / "there", pair)
@@ -387,7 +390,8 @@ def test_what_is_replaced_is_there_until_the_new_one_is(
 ) -> None:
     model_family, target = family(), tmp_path / "out"
     hugging_face(model_family).save_pretrained(tmp_path / "theirs")
-    weights, pair = open_hugging_face(tmp_path / "theirs"), ModelAndTokenizer(model_family, Bytes().build())
+    weights = open_hugging_face(tmp_path / "theirs", model_family)
+    pair = ModelAndTokenizer(model_family, Bytes().build())
     target.mkdir()
     (target / "before").touch()
     rename = os.rename

@@ -15,12 +15,14 @@ import torch.nn.functional as F
 
 from tests.support.foreign import random_tensors, reference_logits, write_meta, write_torchtitan
 from tests.support.jobs import make_job, metrics_of
-from tests.support.models import SCALED, family, random_net, row
+from tests.support.models import SCALED, VARIANTS, family, random_net, row
 from titanlite.config.component import ConfigError
 from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.step_sizes import StepSizes
 from titanlite.interop.initial import open_weights
+from titanlite.interop.torchtitan_meta import IN_BLOCK, OUTSIDE_BLOCKS
 from titanlite.interop.weights import check, load_weights
+from titanlite.models.base import Decoder
 from titanlite.models.llama3 import Llama3
 from titanlite.train import train
 
@@ -111,6 +113,84 @@ def test_a_tied_model_takes_a_head_that_is_the_embedding(tmp_path: Path) -> None
     assert (our_logits(path, tied, row()) - reference_logits(w, tied.config, row())).abs().max() < 1e-4
 
 
+# ---- Qwen3, with and without experts
+
+MIXTURE = family(**VARIANTS["qwen3_moe"])
+LATER = {"moe.experts.w": "moe.routed_experts.inner_experts.w", "expert_bias": "expert_bias_E"}
+
+
+def of_qwen3(net: Decoder, later: bool = False) -> dict[str, torch.Tensor]:
+    """The tensors of a model under torchtitan's names: those of 0.2.2, or `later` ones."""
+    named = {}
+    for name, tensor in net.state_dict().items():
+        layer = name.removeprefix("model.").rpartition(".mlp.")[0]
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, dim=1)
+            named |= {f"{layer}.moe.experts.w1": gate.clone(), f"{layer}.moe.experts.w3": up.clone()}
+            named[f"{layer}.moe.expert_bias"] = torch.zeros(len(tensor))  # never updated for Qwen3
+        elif name.endswith("experts.down_proj"):
+            named[f"{layer}.moe.experts.w2"] = tensor
+        else:
+            for theirs, ours in (OUTSIDE_BLOCKS | IN_BLOCK).items():
+                name = name.replace(f".{ours}.", f".{theirs}.") if theirs in IN_BLOCK else name
+                name = theirs if name == ours else name
+            named[name.removeprefix("model.")] = tensor
+    if not later:
+        return named
+    shapes = {"w1": "_EFD", "w2": "_EDF", "w3": "_EFD"}
+    for old, new in LATER.items():
+        named = {name.replace(old, new) + shapes.get(name[-2:], ""): t for name, t in named.items()}
+    return named
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["0.2", "later"])
+@pytest.mark.parametrize("variant", ["qwen3", "qwen3_moe"])
+def test_qwen3_is_read_bit_for_bit(tmp_path: Path, variant: str, later: bool) -> None:
+    model_family = family(**VARIANTS[variant])
+    net = random_net(model_family)
+    weights = open_weights(write_torchtitan(tmp_path, of_qwen3(net, later)), model_family)
+    check(weights, model_family)
+    ours = random_net(model_family, seed=1)
+    load_weights(weights, ours)
+    assert all(torch.equal(t, net.state_dict()[name]) for name, t in ours.state_dict().items())
+
+
+BAD_EXPERTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "missing": (
+        lambda w: w.pop("layers.1.moe.experts.w3"),
+        r"model\.layers\.1\.mlp\.experts\.gate_up_proj of shape \(12, 48, 32\) is missing",
+    ),
+    "shape": (
+        lambda w: w.update({"layers.1.moe.experts.w3": torch.ones(12, 16, 32)}),
+        r"layers\.1\.moe\.experts\.w1 in .* is unexpected",
+    ),
+    "shared expert": (
+        lambda w: w.update({"layers.1.moe.shared_experts.w1.weight": torch.ones(24, 32)}),
+        r"layers\.1\.moe\.shared_experts\.w1\.weight in .* is unexpected",
+    ),
+    "bias": (
+        lambda w: w["layers.1.moe.expert_bias"].add_(0.001),
+        r"layers\.1\.moe\.expert_bias is not zero: the experts were balanced by a bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_EXPERTS)
+def test_experts_that_do_not_fit_are_named(tmp_path: Path, case: str) -> None:
+    change, message = BAD_EXPERTS[case]
+    w = of_qwen3(random_net(MIXTURE))
+    change(w)
+    with pytest.raises(ConfigError, match=message) as error:
+        check(open_weights(write_torchtitan(tmp_path, w), MIXTURE), MIXTURE)
+    assert "\n" not in str(error.value)
+
+
+def test_other_families_are_refused(tmp_path: Path) -> None:
+    path = write_torchtitan(tmp_path, random_tensors(family(**UNTIED).config))
+    with pytest.raises(ConfigError, match=r"is read for Llama and Qwen3 only; the job's model is olmoe$"):
+        open_weights(path, family(**VARIANTS["olmoe"]))
+
+
 # ---- bad input
 
 
@@ -155,7 +235,7 @@ WRONG: dict[str, tuple[str, Any, Callable[[Path], None] | None, str]] = {
         "titan",
         without("", **{"layers.0.attention.q_norm.weight": torch.ones(8)}),
         None,
-        r"layers\.0\.attention\.q_norm\.weight in .*distcp is unexpected",
+        r"model\.layers\.0\.self_attn\.q_norm\.weight in .*distcp is unexpected",
     ),
     "titan shape": (
         "titan",

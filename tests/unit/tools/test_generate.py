@@ -257,7 +257,7 @@ def damaged(folder: Path, damage: str) -> None:
         ("shape", 3, "q_norm.weight in model.safetensors has shape (3,), the model's has (16,)"),
         ("rows", 3, "has shape (250, 32), the model's has (258, 32)"),
         ("no tokenizer", 2, "tokenizer.json"),
-        ("architecture", 2, 'model_type "gpt2" is not supported (known: deepseek_v3, llama,'),
+        ("architecture", 2, 'model_type "gpt2" is not supported (known: '),
     ],
 )
 def test_a_damaged_directory_is_told(run: Run, qwen3: Path, damage: str, code: int, message: str) -> None:
