@@ -170,9 +170,18 @@ _DEBUG_QWEN = {
     "dim": 256, "n_layers": 8, "n_heads": 16, "n_kv_heads": 8, "head_dim": 128, "hidden_dim": 3072,
     "vocab_size": 2048,
 }  # fmt: skip
+_DEBUG_EXPERTS = {
+    **_DEBUG_QWEN, "tie_word_embeddings": False, "n_experts": 64, "n_experts_per_token": 8,
+    "moe_hidden_dim": 768,
+}  # fmt: skip
 _QWENS = ("0.6B", "1.7B", "4B", "8B", "14B", "32B")
 FLAVORS: dict[str, dict[str, tuple[str, Values]]] = {
     "llama3": {"debugmodel": ("debug", _DEBUG_LLAMA), **{size: (size, {}) for size in ("8B", "70B", "405B")}},
-    "qwen3": {"debugmodel": ("debug", _DEBUG_QWEN), **{size: (size, {}) for size in _QWENS}},
-}
+    "qwen3": {
+        "debugmodel": ("debug", _DEBUG_QWEN), **{size: (size, {}) for size in _QWENS},
+        "debugmodel_moe": ("debug", _DEBUG_EXPERTS), "30B-A3B": ("30B-A3B", {}),
+        "235B-A22B": ("235B-A22B", {"rope_theta": 5e6}),
+    },
+}  # fmt: skip
+WITH_EXPERTS = {"debugmodel_moe", "30B-A3B", "235B-A22B"}  # flavors of qwen3 that are titanlite's qwen3_moe
 MASKED = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")  # suffixes of flavors that mask documents

@@ -38,6 +38,10 @@ VOCABULARY = (
     "model.overrides.vocab_size: torchtitan 0.1 uses the tokenizer's vocabulary size; set this number if it "
     "differs from the flavor's"
 )
+EXPERTS = (
+    "model.name: torchtitan 0.2.2 never balances the experts of its qwen3, although it saves a bias for it; "
+    "a job that balances them is another training"
+)
 PIPELINE = (
     "training.local_batch_size: torchtitan splits a rank's batch into micro-batches of "
     "pipeline_parallel_microbatch_size; set local_batch_size to that size, and global_batch_size to the old "
@@ -102,10 +106,11 @@ def migrate_model(theirs: Values, source: Path) -> tuple[Values, list[str]]:
     if plain not in flavors:
         raise ConfigError(f"{source}: model.flavor = {flavor!r} (known: {', '.join(flavors)})")
     size, overrides = flavors[plain]
-    ours = {"model.name": name, "model.flavor": size, "model.overrides": overrides}
+    family = f"{name}_moe" if plain in tables.WITH_EXPERTS else name
+    ours = {"model.name": family, "model.flavor": size, "model.overrides": overrides}
     if ending:
         ours["data.mask_documents"] = True
-    todo = [ROPE] if name == "llama3" else []
+    todo = [ROPE] if name == "llama3" else [EXPERTS] if plain in tables.WITH_EXPERTS else []
     return ours, todo if "model.hf_assets_path" in theirs else [*todo, VOCABULARY]
 
 
