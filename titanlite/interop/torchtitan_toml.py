@@ -61,6 +61,7 @@ RENAMED = {
     "checkpoint.enable_checkpoint": "checkpoint.enable",
     "checkpoint.last_save_in_hf": "checkpoint.export_hf",
     "debug.deterministic": "training.deterministic",
+    "debug.moe_force_load_balance": "moe.force_load_balance",
     "debug.seed": "training.seed",
     "float8.recipe_name": "float8.recipe",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
@@ -69,6 +70,7 @@ RENAMED = {
     "quantize.linear.float8.recipe_name": "float8.recipe",
     "training.compile": "compile.enable",
     "training.dataloader.num_workers": "data.num_workers",
+    "training.debug_moe_force_load_balance": "moe.force_load_balance",
 }
 
 CONVERTED = {
@@ -96,11 +98,10 @@ _REASONS = {  # reason why there is no counterpart: keys; a key that ends with a
         parallelism.enable_async_tensor_parallel parallelism.enable_compiled_autograd quantize.grouped_mm.
         quantize.linear.mx. training.dtype training.gc_debug
     """,
+    "experts are not sharded inside": "parallelism.expert_tensor_parallel_degree",
     "for models with experts": """
-        activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns debug.moe_force_load_balance
-        parallelism.expert_parallel_comm_backend parallelism.expert_parallel_degree
-        parallelism.expert_tensor_parallel_degree parallelism.pipeline_parallel_expert_parallel_overlap
-        training.debug_moe_force_load_balance
+        activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns
+        parallelism.expert_parallel_comm_backend parallelism.pipeline_parallel_expert_parallel_overlap
     """,
     "always so": """
         checkpoint.create_seed_checkpoint checkpoint.enable_ft_dataloader_checkpoints compile.components

@@ -39,8 +39,8 @@ VOCABULARY = (
     "differs from the flavor's"
 )
 EXPERTS = (
-    "model.name: torchtitan 0.2.2 never balances the experts of its qwen3, although it saves a bias for it; "
-    "a job that balances them is another training"
+    "moe.load_balance: torchtitan 0.2.2 never balances the experts of its qwen3, although it saves a bias "
+    "for it, and 'none' is the same; titanlite's default, 'global', balances them"
 )
 PIPELINE = (
     "training.local_batch_size: torchtitan splits a rank's batch into micro-batches of "
@@ -108,6 +108,8 @@ def migrate_model(theirs: Values, source: Path) -> tuple[Values, list[str]]:
     size, overrides = flavors[plain]
     family = f"{name}_moe" if plain in tables.WITH_EXPERTS else name
     ours = {"model.name": family, "model.flavor": size, "model.overrides": overrides}
+    if plain in tables.WITH_EXPERTS:
+        ours["moe.load_balance"] = "none"
     if ending:
         ours["data.mask_documents"] = True
     todo = [ROPE] if name == "llama3" else [EXPERTS] if plain in tables.WITH_EXPERTS else []

@@ -186,7 +186,8 @@ def test_every_flavor_loads(tmp_path: Path) -> None:
     job, text, _ = result(tmp_path, {"model.name": "qwen3", "model.flavor": "debugmodel_moe"})
     assert job.model.name == "qwen3_moe"
     assert (job.model.config.n_experts, job.model.config.n_experts_per_token) == (64, 8)
-    assert "# TO DO: model.name: torchtitan 0.2.2 never balances the experts" in text
+    assert job.moe.load_balance == "none"
+    assert "# TO DO: moe.load_balance: torchtitan 0.2.2 never balances the experts" in text
     job, _, todo = result(tmp_path, {"model.name": "qwen3", "model.flavor": "1.7B"})
     assert (job.model.flavor, job.model.overrides) == ("1.7B", {})
     assert "model.overrides.rope_factor" not in todo
