@@ -544,7 +544,7 @@ def test_a_shipped_configuration_is_found_by_its_name_from_anywhere(run, tmp_pat
     )
     message = complaint_of(run(verb, "debgu"))
     assert message.startswith("no configuration 'debgu': there is no such file, and no shipped")
-    assert "did you mean 'debug'? (known: debug, llama3_125m, " in message
+    assert "did you mean 'debug'? (known: debug, deepseek_v3_16b, " in message
     (tmp_path / "debug").mkdir()  # a folder is no configuration
     assert "0 is below 1" in complaint_of(run(verb, "debug", "--training.steps=0"))
 

@@ -11,6 +11,7 @@ from tests.support.tiers import full
 from titanlite import cli
 from titanlite.commands import tune_arguments
 from titanlite.config import toml
+from titanlite.config.component import ConfigError
 from titanlite.config.shipped import shipped_configs
 from titanlite.job import load_job
 from titanlite.planning.coordinate_check import Size, Slopes, slopes
@@ -47,9 +48,13 @@ def test_control_the_standard_parametrisation_fails(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("name", shipped_configs())
-def test_every_shipped_model_can_be_checked(name: str) -> None:
+def test_every_shipped_model_without_experts_can_be_checked(name: str) -> None:
     job = load_job(name, world_size=None)
     options, _ = tune_arguments([name, "--coordinate-check"])
+    if job.model.num_experts:
+        with pytest.raises(ConfigError, match="other widths of models with experts are not supported yet"):
+            at_width(job, options.widths[0], options)
+        return
     groups = set()
     for width in options.widths:
         model, optimizer = at_width(job, width, options)
