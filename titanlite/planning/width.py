@@ -26,13 +26,19 @@ from titanlite.optim.base import Optimizer, ParamGroup
 SCALED_FIELDS = ("logit_scale", "matrix_init_std")  # of the model's config, which the rules set
 
 
+def check_widths(config: DecoderConfig) -> None:
+    """Raises ConfigError if there are no rules for other widths of such a model."""
+    if isinstance(config, MoEConfig):
+        raise ConfigError("other widths of models with experts are not supported yet", "model.name")
+
+
 def shape_at(config: DecoderConfig, width: int) -> dict[str, int]:
     """The fields of `config` that depend on the width, for dim = `width`.
 
     head_dim and the ratios of all other sizes to dim are kept. If n_kv_heads would not divide n_heads, it is
-    the largest divisor below. Raises ConfigError if the number of heads would not be whole."""
-    if isinstance(config, MoEConfig):
-        raise ConfigError("other widths of models with experts are not supported yet", "model.name")
+    the largest divisor below. Raises ConfigError if the number of heads would not be whole, or if
+    `check_widths` does."""
+    check_widths(config)
     head_dim = config.head_dim
     query_features = config.n_heads * head_dim * width / config.dim
     heads = round(query_features / head_dim)

@@ -101,6 +101,7 @@ def _small(job: Job, widths: Sequence[int]) -> ModelFamily:
     """The job's model at the smallest width, with few blocks, a small vocabulary, and heads so small that
     there are enough queries for at least one key and value head."""
     config, width = job.model.config, min(widths)
+    rules.check_widths(config)
     head_dim, group = config.head_dim, config.n_heads // config.n_kv_heads
     query_features = config.n_heads * config.head_dim * width / config.dim
     while query_features < group * head_dim and head_dim % 4 == 0:
