@@ -65,12 +65,12 @@ def halve(
 ) -> list[dict[Trial, float]]:
     """Train the trials of each rung and return their losses by rung. `train(i, trials)`: the losses of rung
     i; infinite for a run that diverged. Ends early if no run of a rung has a finite loss."""
-    results, going_on = list[dict[Trial, float]](), list(trials)
+    results, remaining = list[dict[Trial, float]](), list(trials)
     for i, rung in enumerate(plan):
-        going_on = survivors(results[-1], rung.num_runs) if results else going_on
-        if not going_on:
+        remaining = survivors(results[-1], rung.num_runs) if results else remaining
+        if not remaining:
             break
-        results.append(train(i, going_on))
+        results.append(train(i, remaining))
     return results
 
 
