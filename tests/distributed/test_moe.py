@@ -173,14 +173,6 @@ def test_control_a_wrong_gradient_of_the_router_shows_in_the_weights(
     ("keys", "message"),
     [
         (
-            [
-                "--model.name=olmoe",
-                "--model.overrides.hidden_dim=0",
-                "--parallelism.tensor_parallel_degree=2",
-            ],
-            "tensor parallel is not supported for olmoe debug",
-        ),
-        (
             ["--parallelism.expert_parallel_degree=2", "--activation_checkpoint.mode=selective"],
             "'op' does not work with experts under expert parallel or tensor parallel",
         ),

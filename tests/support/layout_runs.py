@@ -21,7 +21,8 @@ BASE = [
     FOUR_MICRO_BATCHES,
 ]
 STEPS = 3
-NUMERIC = ("--float8", "--data", "--model", "--optimizer", "--stages")  # keys that change the numbers
+# Keys that change the numbers.
+NUMERIC = ("--float8", "--data", "--model", "--moe", "--optimizer", "--stages")
 
 
 def job_of(folder: Path, corpus: Path, part: Part, name: str, steps: int = STEPS) -> Job:

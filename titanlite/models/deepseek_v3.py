@@ -22,7 +22,7 @@ from torch import nn
 from titanlite.attention.base import Attention
 from titanlite.config.component import ConfigError
 from titanlite.models.base import Decoder, ModelFamily
-from titanlite.models.decoder import AttentionLayer, dense_mlp
+from titanlite.models.decoder import MLP_PLAN, TP_PLAN, AttentionLayer, dense_mlp
 from titanlite.models.hf_config import check_no_window, from_hf, to_hf
 from titanlite.models.layers import Linear, RMSNorm, SwiGLU, apply_rope
 from titanlite.models.moe import MoE, MoEConfig, MoEDecoder, MoEFamily, Router
@@ -150,6 +150,7 @@ class LatentAttention(AttentionLayer):
         self.kv_a_proj_with_mqa = Linear(dim, self.kv_rank + self.rope_dim)
         self.kv_a_layernorm = RMSNorm(self.kv_rank, LATENT_NORM_EPS)
         self.kv_b_proj = Linear(self.kv_rank, heads * (self.plain_dim + self.v_dim))
+        self.shared_key = nn.Identity()  # takes the key of all heads; tensor parallel gathers its tokens
         self.o_proj = Linear(heads * self.v_dim, dim)
 
     def forward(
@@ -183,7 +184,8 @@ class LatentAttention(AttentionLayer):
         plain, values = expanded.unflatten(-1, (-1, self.plain_dim + self.v_dim)).split(
             (self.plain_dim, self.v_dim), -1
         )
-        rotated = apply_rope(halves(rotated.unsqueeze(-2)), cos, sin)  # one key for all heads
+        rotated = self.shared_key(rotated).unsqueeze(-2)  # one key for all heads
+        rotated = apply_rope(halves(rotated), cos, sin)
         return torch.cat((plain, rotated.expand(-1, -1, plain.shape[-2], -1)), -1), values
 
 
@@ -244,6 +246,33 @@ def mlp_of(config: DeepSeekV3Config, block: int) -> nn.Module:
     return dense_mlp(config, block) if block < config.n_dense_layers else SharedMoE(config)
 
 
+def tp_plan(config: DeepSeekV3Config) -> dict[str, str]:
+    """Decoder.tp_plan. Latent vectors are computed by each rank for its tokens, and gathered: they have fewer
+    features than the hidden states."""
+    attention = {
+        "kv_a_proj_with_mqa": "tokens",
+        "kv_a_layernorm": "sequence",
+        "kv_b_proj": "gather_colwise",
+        "shared_key": "gather_output",
+        "o_proj": "rowwise",
+    }
+    if config.q_lora_rank:
+        attention |= {"q_a_proj": "tokens", "q_a_layernorm": "sequence", "q_b_proj": "gather_colwise"}
+    else:
+        attention["q_proj"] = "gather_colwise"
+    plan = {f"model.layers.*.self_attn.{name}": style for name, style in attention.items()}
+    others = [name for name in TP_PLAN if ".self_attn" not in name and ".mlp" not in name]
+    plan |= {name: TP_PLAN[name] for name in others}
+    for block in range(config.n_layers):
+        mlp = f"model.layers.{block}.mlp"
+        dense = mlp
+        if block >= config.n_dense_layers:
+            plan |= {mlp: "local", f"{mlp}.gate": "router"}
+            dense = f"{mlp}.shared_experts"
+        plan |= {name.replace("model.layers.*.mlp", dense): style for name, style in MLP_PLAN.items()}
+    return plan if config.tie_word_embeddings else plan | {"lm_head": "head"}
+
+
 class DeepSeekV3Decoder(MoEDecoder):
     """MoEDecoder with latent attention."""
 
@@ -252,7 +281,7 @@ class DeepSeekV3Decoder(MoEDecoder):
     def __init__(self, config: DeepSeekV3Config):
         super().__init__(config, LatentAttention, mlp=mlp_of)
         self.folded_scales["self_attn.q_b_proj.weight"] = config.attention_scale
-        self.tp_plan = {}  # check_tensor_parallel refuses it
+        self.tp_plan = tp_plan(config)
 
     def num_heads(self, name: str) -> int:
         heads = name.endswith(("q_proj.weight", "q_b_proj.weight", "kv_b_proj.weight"))
@@ -286,8 +315,18 @@ HF_FIXED = {  # the only supported values; also those of a missing key, except f
 class DeepSeekV3(MoEFamily, name="deepseek_v3"):
     """DeepSeek-V3, without its layers for multi-token prediction. 16B is Moonlight-16B-A3B."""
 
+    tp_fields: ClassVar[dict[str, str]] = ModelFamily.tp_fields
     flavors = FLAVORS
     hf_model_type = "deepseek_v3"
+
+    def check_tensor_parallel(self, degree: int) -> None:
+        super().check_tensor_parallel(degree)
+        if (size := self.config.n_shared_experts * self.config.moe_hidden_dim) % degree:
+            raise ConfigError(
+                f"n_shared_experts x moe_hidden_dim = {size}, the hidden units of the shared experts, is not "
+                f"divisible by {degree}",
+                "parallelism.tensor_parallel_degree",
+            )
 
     def build(self) -> Decoder:
         return DeepSeekV3Decoder(self.config)

@@ -6,6 +6,7 @@ Shape suffixes: B batch, T tokens, D model dim, F feed-forward dim, H heads, E h
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,21 +35,28 @@ class Head(Linear):
         return head_fn(h_BTD, self.weight)
 
 
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last dim."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight * scale over the last dim, computed in fp32, returned in x's dtype (Zhang &
     Sennrich 2019). The weight is rounded to x's dtype first, because FSDP gathers it in that dtype: results
-    are the same with and without FSDP."""
+    are the same with and without FSDP. `normalize`: a function with the arguments of rms_norm, which
+    parallel/ may replace."""
 
     def __init__(self, dim: int, eps: float, scale: float = 1.0):
         super().__init__()
         self.eps, self.scale = eps, scale
         self.weight = nn.Parameter(torch.empty(dim))
+        self.normalize: Callable[..., torch.Tensor] = rms_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.to(x.dtype).float()
         if self.scale != 1.0:
             weight = weight * self.scale
-        return F.rms_norm(x.float(), self.weight.shape, weight, self.eps).to(x.dtype)
+        return self.normalize(x.float(), weight, self.eps).to(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -269,12 +269,9 @@ class MoEDecoder(RotaryDecoder):
 class MoEFamily(ModelFamily):
     """Base of families with experts."""
 
-    def check_tensor_parallel(self, degree: int) -> None:
-        if degree > 1:
-            raise ConfigError(
-                f"tensor parallel is not supported for {self.title}; use 1",
-                "parallelism.tensor_parallel_degree",
-            )
+    tp_fields: ClassVar[dict[str, str]] = {  # no block has an MLP of hidden_dim
+        name: reason for name, reason in ModelFamily.tp_fields.items() if name != "hidden_dim"
+    }
 
     def shape(self) -> str:
         fields = ("n_experts", "n_experts_per_token", "moe_hidden_dim")

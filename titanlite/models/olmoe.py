@@ -61,7 +61,7 @@ class Olmoe(MoEFamily, name="olmoe"):
     hf_model_type = "olmoe"
 
     def build(self) -> Decoder:
-        return MoEDecoder(self.config, SelfAttention)
+        return MoEDecoder(self.config, SelfAttention, TP_PLAN)
 
     def hf_config(self) -> dict[str, Any]:
         config = self.config
@@ -90,6 +90,9 @@ class Olmoe(MoEFamily, name="olmoe"):
         fields = from_hf(config, rms_norm_eps=1e-5, tie_word_embeddings=False)
         moe_hidden_dim = fields.pop("hidden_dim")
         return cls.of_shape({**fields, **experts_from_hf(config), "moe_hidden_dim": moe_hidden_dim})
+
+
+TP_PLAN = {"model.layers.*.self_attn.[qk]_norm": "all_heads"}
 
 
 class SelfAttention(decoder.SelfAttention):

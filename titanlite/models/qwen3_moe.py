@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from titanlite.config.component import ConfigError
 from titanlite.models.base import Decoder, ModelFamily
@@ -51,14 +51,8 @@ FLAVORS = {
 class Qwen3MoE(MoEFamily, name="qwen3_moe"):
     """Qwen3 with experts. The names of the flavors have the parameters in all and those that a token uses."""
 
-    tp_fields: ClassVar[dict[str, str]] = {  # no block has an MLP of hidden_dim
-        name: reason for name, reason in ModelFamily.tp_fields.items() if name != "hidden_dim"
-    }
     flavors = FLAVORS
     hf_model_type = "qwen3_moe"
-
-    def check_tensor_parallel(self, degree: int) -> None:
-        ModelFamily.check_tensor_parallel(self, degree)
 
     def build(self) -> Decoder:
         return MoEDecoder(self.config, SelfAttention, TP_PLAN)

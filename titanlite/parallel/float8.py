@@ -143,7 +143,7 @@ def _local_shape(name: str, layer: nn.Linear, net: Decoder, ranks: int) -> tuple
     rows, columns = layer.weight.shape
     styles = {style for pattern, style in net.tp_plan.items() if fnmatch(name, pattern)}
     return (
-        rows // ranks if "colwise" in styles else rows,
+        rows // ranks if styles & {"colwise", "gather_colwise"} else rows,
         columns // ranks if "rowwise" in styles else columns,
     )
 

@@ -34,6 +34,7 @@ from titanlite.config.component import ConfigError
 from titanlite.losses import VocabularyShard
 from titanlite.mesh import local_shard
 from titanlite.models.base import Decoder, HeadFn, logits
+from titanlite.models.layers import RMSNorm
 from titanlite.models.lora import LoRALinear, low_rank_product
 from titanlite.models.moe import Router
 from titanlite.parallel.float8 import Float8, rowwise_style, shared_cast
@@ -59,6 +60,12 @@ def apply_tensor_parallel(net: Decoder, mesh: DeviceMesh, float8: Float8) -> Non
         ),
         # SequenceParallel replicates the weight and sums its gradient over ranks, for any sharded dim.
         "heads": lambda _: SequenceParallel(sequence_dim=HEADS, use_local_output=True),
+        "all_heads": lambda _: _ShardNorm(),
+        "tokens": lambda _: _WithAdapter(SequenceParallel(sequence_dim=TOKENS), TOKENS_ADAPTER),
+        "gather_colwise": lambda _: _WithAdapter(
+            ColwiseParallel(input_layouts=Shard(TOKENS)), COLWISE_ADAPTER
+        ),
+        "gather_output": lambda _: _GatherOutput(),
         "head": lambda _: _ShardRows(),
         "local": lambda _: _LocalTokens(),
         "router": lambda _: _ReplicateRouter(),
@@ -152,6 +159,41 @@ class _GatherTokens(ParallelStyle):
         return module
 
 
+class _GatherOutput(ParallelStyle):
+    """Gathers the module's output as a plain tensor with all tokens. Each rank uses it for its own heads, so
+    that its gradient is a sum over ranks."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(
+            lambda module, args, output: _gather(output, device_mesh).to_local(grad_placements=[Partial()])
+        )
+        return module
+
+
+class _ShardNorm(ParallelStyle):
+    """Shards the weight of an RMSNorm, whose input is sharded over the same features. The ranks add up their
+    sums of squares."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, RMSNorm)
+        num_features = len(module.weight)
+        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(0)]))
+
+        def normalize(x: torch.Tensor, weight: DTensor, eps: float) -> torch.Tensor:
+            squares = _sum_over_ranks(x.square().sum(-1, keepdim=True), device_mesh)
+            return x * torch.rsqrt(squares / num_features + eps) * weight.to_local()
+
+        module.normalize = normalize
+        return module
+
+
+def _sum_over_ranks(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The sum of `x` over the ranks, each of which uses it for its own features: the gradients are summed,
+    too."""
+    total = DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
+    return total.to_local(grad_placements=[Partial()])
+
+
 class _LocalTokens(ParallelStyle):
     """Gives a module this rank's tokens as a plain tensor."""
 
@@ -197,6 +239,10 @@ class _AdapterPlacements(NamedTuple):
 COLWISE_ADAPTER = _AdapterPlacements(
     a=Replicate(), b=Shard(0),
     x_gradient=Partial(), a_gradient=Partial(), b_gradient=Shard(0), output=Shard(2),
+)  # fmt: skip
+TOKENS_ADAPTER = _AdapterPlacements(
+    a=Replicate(), b=Replicate(),
+    x_gradient=Shard(TOKENS), a_gradient=Partial(), b_gradient=Partial(), output=Shard(TOKENS),
 )  # fmt: skip
 ROWWISE_ADAPTER = _AdapterPlacements(
     a=Shard(1), b=Replicate(),

@@ -21,7 +21,8 @@ from titanlite.optim.muon import Muon
 from titanlite.parallel.pipeline_parallel import split_into_stages, stages_of_rank
 
 EMBEDDING, HEAD, ROOT = "embedding", "head", "root"  # FSDP's units beside the blocks, which are numbers
-ROWS = ("embedding", "head", "colwise")  # tensor-parallel styles that shard the first dim
+# Tensor-parallel styles that shard the first dim.
+ROWS = ("embedding", "head", "colwise", "gather_colwise", "all_heads")
 
 
 class Tensor(NamedTuple):

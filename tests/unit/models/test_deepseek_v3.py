@@ -232,9 +232,11 @@ def test_adapters_take_all_linear_layers_but_the_router() -> None:
     assert not any(".gate." in name or ".experts." in name for name in adapted)
 
 
-def test_tensor_parallel_is_refused() -> None:
-    with pytest.raises(ConfigError, match="tensor parallel is not supported") as e:
-        family_of().check_tensor_parallel(2)
+def test_tensor_parallel_shares_the_hidden_units_of_shared_experts() -> None:
+    sizes = {"vocab_size": 300, "hidden_dim": 36, "moe_hidden_dim": 8, "n_heads": 12, "n_kv_heads": 12}
+    family_of(**sizes).check_tensor_parallel(2)
+    with pytest.raises(ConfigError, match="n_shared_experts x moe_hidden_dim = 8, the hidden units") as e:
+        family_of(n_shared_experts=1, **sizes).check_tensor_parallel(3)
     assert e.value.key == "parallelism.tensor_parallel_degree"
 
 

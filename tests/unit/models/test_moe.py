@@ -221,12 +221,6 @@ def test_a_dense_hidden_dim_of_olmoe_is_refused() -> None:
         family_of(Olmoe, hidden_dim=64)
 
 
-def test_tensor_parallel_is_refused_for_norms_over_all_heads() -> None:
-    with pytest.raises(ConfigError, match="tensor parallel is not supported for olmoe debug"):
-        family_of(Olmoe).check_tensor_parallel(2)
-    family_of(Olmoe).check_tensor_parallel(1)
-
-
 def test_tensor_parallel_asks_nothing_of_a_hidden_dim_without_mlp() -> None:
     family_of(Qwen3MoE, n_heads=4, n_kv_heads=2, hidden_dim=63, vocab_size=128).check_tensor_parallel(2)
     with pytest.raises(ConfigError, match="n_kv_heads = 2 is not divisible by 4"):
