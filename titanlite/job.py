@@ -165,7 +165,7 @@ class Job:
             micro_batch_tokens=training.local_batch_size * training.seq_len // degrees.cp,
             cpu_offload=training.enable_cpu_offload,
         )
-        self.moe.check(self.model.num_experts, sequence_ranks=degrees.cp * degrees.tp)
+        self.moe.check(self.model.num_experts, degrees.cp * degrees.tp, trains_adapters=self.lora.enable)
         self.lora.check(self.checkpoint.initial_load_path, self.float8.enable)
         if training.enable_cpu_offload:
             self.optimizer.check_cpu_offload()

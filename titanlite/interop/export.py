@@ -43,6 +43,7 @@ from titanlite.models.lora import short_names
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in huggingface.DTYPES.items()}
+OF_EXPERTS = (".gate_proj", ".up_proj", ".down_proj")  # names of Hugging Face's experts, and of other MLPs
 MAX_SHARD_BYTES = 5 * 10**9  # the default of transformers
 BLOCK_BYTES = 32 << 20  # size of the blocks in which values are converted to another dtype
 
@@ -116,10 +117,17 @@ def write_adapter(
 
 
 def _peft_config(adapters: Weights, net: Decoder, base_path: Path | None) -> dict[str, object]:
-    """Return the content of adapter_config.json."""
+    """Return the content of adapter_config.json. Raises ConfigError if PEFT would read it wrongly."""
     rank, alpha, _ = lora_of(adapters)
     ends = (".lora_A.weight", ".lora_B.weight")
     layers = {name.removesuffix(end) for name in adapters.tensors for end in ends if name.endswith(end)}
+    # peft 0.21 (utils/transformers_weight_conversion.py) looks at the last component of a name only.
+    of_mlps = sorted(name for name in layers if name.endswith(OF_EXPERTS))
+    if net.moe_layers() and of_mlps:
+        raise ConfigError(
+            f"PEFT would take the adapter of {of_mlps[0]} for one of the experts: export the model with the "
+            "adapters merged (without --adapter), or train adapters of other lora.targets"
+        )
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -11,7 +11,6 @@ token.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +20,7 @@ from torch import nn
 from titanlite.config.component import ConfigError
 
 COEFFICIENTS = {"none": 0.0, "global": 0.01, "sequence": 0.01, "bias": 0.001}  # by load_balance
+MAX_COEFFICIENT = 100  # far above any that trains
 CORRECTION_BIAS = "e_score_correction_bias"  # of routers that choose by scores plus bias (DeepSeek-V3)
 
 
@@ -56,8 +56,8 @@ class LoadBalance:
     def __post_init__(self) -> None:
         for key in ("load_balance_coeff", "z_loss_coeff"):
             value = getattr(self, key)
-            if value is not None and not 0 <= value < math.inf:
-                raise ConfigError(f"{value} is not at least 0 and finite", key)
+            if value is not None and not 0 <= value <= MAX_COEFFICIENT:
+                raise ConfigError(f"{value} is not from 0 to {MAX_COEFFICIENT}", key)
         if self.load_balance == "none" and self.load_balance_coeff is not None:
             raise ConfigError('has no effect with load_balance = "none"', "load_balance_coeff")
 
@@ -67,15 +67,20 @@ class LoadBalance:
         given = self.load_balance_coeff
         return COEFFICIENTS[self.load_balance] if given is None else given
 
-    def check(self, num_experts: int, sequence_ranks: int) -> None:
-        """Raises ConfigError if the settings do not fit a model with `num_experts` experts per layer, or a
-        layout in which `sequence_ranks` ranks share each sequence."""
+    def check(self, num_experts: int, sequence_ranks: int, trains_adapters: bool) -> None:
+        """Raises ConfigError if the settings do not fit a model with `num_experts` experts per layer, a
+        layout in which `sequence_ranks` ranks share each sequence, or a frozen model with adapters."""
         if not num_experts and self != LoadBalance():
             raise ConfigError("the model has no experts: delete the section [moe]", "moe")
         if num_experts and self.load_balance == "sequence" and sequence_ranks > 1:
             raise ConfigError(
                 "does not work with context or tensor parallel, whose ranks have only some tokens of each "
                 'sequence; "global" does',
+                "moe.load_balance",
+            )
+        if trains_adapters and self.load_balance == "bias":
+            raise ConfigError(
+                'does not work with lora.enable: the bias belongs to the frozen base model; set "none"',
                 "moe.load_balance",
             )
 

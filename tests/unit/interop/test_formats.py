@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from tests.support.jobs import make_job
-from tests.support.models import family, hugging_face, keys_of, random_net, row, tensors_in
+from tests.support.models import VARIANTS, family, hugging_face, keys_of, random_net, row, tensors_in
 from titanlite import cli
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import saved_tensors
@@ -205,6 +205,25 @@ def test_buffers_that_are_state_are_those_of_the_run(tmp_path: Path, corpus: Pat
     export = ["export", str(job.folder), str(tmp_path / "adapter"), "--adapter", "--allow-imports"]
     assert cli.run(export) == 0
     assert all("lora_" in name for name in tensors_in(tmp_path / "adapter"))
+
+
+@pytest.mark.full
+def test_peft_takes_no_adapters_of_mlps_beside_experts(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = [*keys_of(family(**VARIANTS["deepseek_v3"])), "--training.steps=1"]
+    base = make_job(tmp_path, corpus, *keys, name="base")
+    train(base)
+    keys += [f"--checkpoint.initial_load_path={base.folder}", "--lora.enable"]
+    runs = {"all": [], "attention": ['--lora.targets=["o_proj"]']}
+    codes = {}
+    for name, targets in runs.items():
+        job = make_job(tmp_path, corpus, *keys, *targets, name=name)
+        train(job)
+        codes[name] = cli.run(["export", str(job.folder), str(tmp_path / f"{name}-adapter"), "--adapter"])
+    assert codes == {"all": 2, "attention": 0}
+    assert "would take the adapter of model.layers.0.mlp." in capsys.readouterr().err
+    assert not (tmp_path / "all-adapter").exists()
 
 
 def test_adapters_on_some_layers_of_a_kind_are_named_in_full(trained: Trained) -> None:

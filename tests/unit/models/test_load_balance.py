@@ -152,6 +152,7 @@ def test_forced_balance_gives_every_expert_the_same_number_of_tokens() -> None:
     [
         ({"load_balance_coeff": -1.0}, "load_balance_coeff"),
         ({"z_loss_coeff": float("inf")}, "z_loss_coeff"),
+        ({"load_balance_coeff": 1e39}, "load_balance_coeff"),
         ({"load_balance": "none", "load_balance_coeff": 0.1}, "load_balance_coeff"),
     ],
 )
@@ -162,12 +163,15 @@ def test_wrong_values_are_refused(keys: dict[str, Any], key: str) -> None:
 
 
 def test_settings_that_do_not_fit_the_model_or_the_layout_are_refused() -> None:
-    LoadBalance().check(0, sequence_ranks=2)
+    LoadBalance().check(0, sequence_ranks=2, trains_adapters=True)
     with pytest.raises(ConfigError, match="no experts"):
-        LoadBalance(z_loss_coeff=0.1).check(0, sequence_ranks=1)
-    BALANCE["sequence"].check(NUM_EXPERTS, sequence_ranks=1)
+        LoadBalance(z_loss_coeff=0.1).check(0, sequence_ranks=1, trains_adapters=False)
+    BALANCE["sequence"].check(NUM_EXPERTS, sequence_ranks=1, trains_adapters=True)
     with pytest.raises(ConfigError, match="context or tensor parallel"):
-        BALANCE["sequence"].check(NUM_EXPERTS, sequence_ranks=2)
+        BALANCE["sequence"].check(NUM_EXPERTS, sequence_ranks=2, trains_adapters=False)
+    BALANCE["bias"].check(NUM_EXPERTS, sequence_ranks=2, trains_adapters=False)
+    with pytest.raises(ConfigError, match=r"lora\.enable"):
+        BALANCE["bias"].check(NUM_EXPERTS, sequence_ranks=1, trains_adapters=True)
     with pytest.raises(ConfigError, match="have no e_score_correction_bias") as error:
         moe_model(1, 0, BALANCE["bias"])
     assert error.value.key == "moe.load_balance"
