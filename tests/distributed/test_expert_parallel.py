@@ -52,6 +52,7 @@ DEEPSEEK = (
         )
     ),
 )
+BIAS = ("--moe.load_balance=bias", "--moe.load_balance_coeff=0.01")
 LAYOUTS = {
     "dp_shard 2, degree 2": layout(2, "dp_shard"),
     "tp 2, degree 1": layout(1, "tp"),
@@ -98,6 +99,8 @@ LAYOUTS = {
     "dp_shard 2, degree 2, compile, memory_budget": layout(2, "dp_shard", "compile, memory_budget"),
     "tp 2, degree 2, float8 rowwise": layout(2, "tp", "float8 rowwise"),
     "dp_shard 4, degree 2, deepseek_v3": layout(2, ranks=4, keys=DEEPSEEK),
+    "dp_shard 2, degree 2, deepseek_v3, bias": layout(2, "dp_shard", keys=(*DEEPSEEK, *BIAS)),
+    "dp_shard 4, degree 4, deepseek_v3, bias": layout(4, ranks=4, keys=(*DEEPSEEK, *BIAS)),
     "dp_shard 2, degree 2, deepseek_v3, compile": layout(2, "dp_shard", "compile", keys=DEEPSEEK),
 }
 
@@ -171,6 +174,7 @@ HOPS = {  # layouts, each for some more steps; None: one process
     "from a pipeline": ["pp 2 x dp_shard 2, degree 2", "dp_shard 4, degree 2"],
     "Muon": ["dp_shard 2, degree 2, Muon", "tp 2, degree 2, Muon", "dp_shard 4, degree 2, Muon"],
     "8-bit state": ["dp_shard 2, degree 2, 8-bit state", "dp_shard 4, degree 2, 8-bit state"],
+    "bias": ["dp_shard 2, degree 2, deepseek_v3, bias", None, "dp_shard 4, degree 4, deepseek_v3, bias"],
 }
 
 
@@ -186,7 +190,10 @@ def test_a_run_resumes_on_other_degrees(runs: Runs, name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["dp_shard 4, degree 2", "tp 2 x dp_shard 2, degree 2"])
+@pytest.mark.parametrize(
+    "name",
+    ["dp_shard 4, degree 2", "tp 2 x dp_shard 2, degree 2", "dp_shard 4, degree 4, deepseek_v3, bias"],
+)
 def test_a_run_resumes_bit_for_bit_on_its_layout(runs: Runs, name: str) -> None:
     part = LAYOUTS[name]
     for run, hops in (("straight", [STEPS]), ("in hops", [2, STEPS])):

@@ -53,6 +53,7 @@ def build(
         tensor_parallel_degree=options.get("tp", 1),
         context_parallel_degree=options.get("cp", 1),
         pipeline_parallel_degree=options.get("pp", 1),
+        expert_parallel_degree=options.get("ep", 1),
         pipeline_parallel_schedule=options.get("schedule", "1F1B"),
         fsdp_reduce=reduce,
     )
