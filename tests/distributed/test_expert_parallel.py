@@ -12,12 +12,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.support import ranks
+from tests.support.jobs import make_job, metrics_of
 from tests.support.layout_runs import NUMERIC, Runs, job_of, train_on_rank
 from tests.support.layouts import AXES, MASKED, OPTIONS, Part
+from tests.support.models import VARIANTS, family, hugging_face, keys_of, tensors_in
 from tests.support.runs import assert_same
 from tests.support.tiers import sampled
 from titanlite.models.moe import Router
 from titanlite.parallel import expert_parallel, tensor_parallel
+from titanlite.train import train
 
 STEPS = 5
 MODEL = [
@@ -203,3 +206,46 @@ def test_a_run_resumes_bit_for_bit_on_its_layout(runs: Runs, name: str) -> None:
         job_of(runs.folder, runs.corpus, part, f"{name} {run}", STEPS) for run in ("straight", "in hops")
     )
     assert_same(in_hops, straight)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "name"), [("qwen3_moe", "tp"), ("deepseek_v3", "dp_shard")])
+def test_the_files_of_hugging_face_are_the_same_before_and_after(
+    tmp_path: Path, corpus: Path, kind: str, name: str
+) -> None:
+    """A run under expert parallel begins with weights from transformers, trains one step that moves no
+    weight, and exports."""
+    model = family(**VARIANTS[kind])
+    hugging_face(model).save_pretrained(tmp_path / "theirs")
+    part = Part(
+        2,
+        [
+            *keys_of(model),
+            *AXES[name].keys,
+            "--parallelism.expert_parallel_degree=2",
+            f"--checkpoint.initial_load_path={tmp_path / 'theirs'}",
+            "--checkpoint.export_hf=true",
+            "--checkpoint.export_dtype=float32",
+            "--optimizer.lr=1e-30",
+        ],
+    )
+    ranks.run(2, train_on_rank, tmp_path, corpus, part, "run", 1)
+    before, after = (tensors_in(tmp_path / folder) for folder in ("theirs", "run/hf/step-1"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.full
+def test_adapters_train_as_in_one_process(tmp_path: Path, corpus: Path) -> None:
+    base = job_of(tmp_path, corpus, Part(1, MODEL), "base", 1)
+    train(base)
+    adapters = ("--lora.enable", f"--checkpoint.initial_load_path={base.folder / 'checkpoint'}")
+    for part, name in (
+        (layout(2, "dp_shard", keys=adapters), "two"),
+        (Part(1, [*MODEL, *adapters]), "alone"),
+    ):
+        ranks.run(part.ranks, train_on_rank, tmp_path, corpus, part, name, STEPS)
+    two, alone = (metrics_of(make_job(tmp_path, corpus, name=name)) for name in ("two", "alone"))
+    for key in ("train/loss", "train/grad_norm"):
+        assert [row[key] for row in two] == pytest.approx([row[key] for row in alone], rel=1e-4)
+    assert alone[-1]["train/loss"] < alone[0]["train/loss"]
