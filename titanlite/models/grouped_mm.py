@@ -18,9 +18,20 @@ def grouped_mm(x_RI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tenso
     """The products [R, O] of rows with the transposed matrix of their group, in the dtype of `x_RI`. Group e
     is the rows from ends_E[e - 1], or 0, up to ends_E[e]; it may be empty. `ends_E`: int32, the last is R."""
     weight_EOI = weight_EOI.to(x_RI.dtype)
-    if x_RI.is_cuda and x_RI.dtype == torch.bfloat16 and x_RI.shape[0] > 0:
+    if _has_kernel(x_RI):
         return F.grouped_mm(x_RI, weight_EOI.transpose(1, 2), offs=ends_E)
     return grouped_loop(x_RI, weight_EOI, ends_E)
+
+
+def grouped_mm_weight(g_RO: torch.Tensor, x_RI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """The gradient [E, O, I] of grouped_mm's weight, for the gradient `g_RO` of its output."""
+    if _has_kernel(x_RI):
+        return F.grouped_mm(g_RO.T, x_RI, offs=ends_E)
+    return grouped_weight_loop(g_RO, x_RI, ends_E)
+
+
+def _has_kernel(x_RI: torch.Tensor) -> bool:
+    return x_RI.is_cuda and x_RI.dtype == torch.bfloat16 and x_RI.shape[0] > 0
 
 
 @torch.library.custom_op("titanlite::grouped_mm", mutates_args=())
@@ -34,7 +45,7 @@ def grouped_loop(x_RI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Ten
 
 @torch.library.custom_op("titanlite::grouped_mm_weight", mutates_args=())
 def grouped_weight_loop(g_RO: torch.Tensor, x_RI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """The gradient [E, O, I] of grouped_loop's weight, for the gradient `g_RO` of its output."""
+    """grouped_mm_weight as one product after another."""
     out_EOI = x_RI.new_empty(len(ends_E), g_RO.shape[1], x_RI.shape[1])
     for rows, out_OI in zip(_groups(ends_E), out_EOI):
         torch.mm(g_RO[rows].T, x_RI[rows], out=out_OI)

@@ -2,8 +2,7 @@
 its MLP. No token is dropped: each token goes to the experts of its choice, however many choose the same.
 
 Shape suffixes: B batch, T tokens, N = B * T tokens, K experts per token, P = N * K pairs of a token and one
-of its experts, R rows of experts' inputs (P, unless experts are on several ranks), E experts, D model dim, F
-hidden dim of an expert.
+of its experts, E experts, D model dim, F hidden dim of an expert.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from titanlite.models.decoder import (
     RotaryDecoder,
     SelfAttention,
 )
-from titanlite.models.grouped_mm import grouped_mm
+from titanlite.models.grouped_mm import grouped_mm, grouped_mm_weight
 from titanlite.models.load_balance import RouterLoad, RouterResults, is_load
 
 MULTIPLE = 8  # grouped products in bf16 need rows of a multiple of 16 bytes
@@ -111,15 +110,101 @@ class Router(nn.Module):
         return scores_NK / scores_NK.sum(-1, keepdim=True) if self.norm_topk_prob else scores_NK
 
 
+class _ExpertProduct(torch.autograd.Function):
+    """The function of `expert_product`. It keeps its inputs and the results of the first product. The backward
+    gathers the rows and computes the hidden units again, and needs no outputs of the experts, because the
+    weights of the experts are applied before the down projection. Forward and backward gather: unlike
+    index_add, that is deterministic."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_ND: torch.Tensor,
+        weights_NK: torch.Tensor,
+        order_P: torch.Tensor,
+        counts_E: torch.Tensor,
+        gate_up_E2FD: torch.Tensor,
+        down_EDF: torch.Tensor,
+    ) -> torch.Tensor:
+        num_chosen, ends_E = weights_NK.shape[1], counts_E.cumsum(0).int()
+        x_PD = h_ND.index_select(0, order_P // num_chosen)
+        gate_up_P2F = grouped_mm(x_PD, gate_up_E2FD, ends_E)
+        weight_P = weights_NK.flatten().index_select(0, order_P)
+        gate_PF, up_PF = gate_up_P2F.float().chunk(2, dim=-1)
+        hidden_PF = (F.silu(gate_PF) * up_PF * weight_P[:, None]).to(h_ND.dtype)
+        y_PD = grouped_mm(hidden_PF, down_EDF, ends_E)
+        ctx.save_for_backward(h_ND, weights_NK, order_P, ends_E, gate_up_E2FD, down_EDF, gate_up_P2F)
+        return sum_by_token(y_PD, inverse(order_P), num_chosen)
+
+    @staticmethod
+    def backward(ctx: Any, g_ND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        h_ND, weights_NK, order_P, ends_E, gate_up_E2FD, down_EDF, gate_up_P2F = ctx.saved_tensors
+        needs_h, needs_weights, _, _, needs_gate_up, needs_down = ctx.needs_input_grad
+        num_chosen, place_P = weights_NK.shape[1], inverse(order_P)
+        order_P = recomputed_after(order_P, g_ND)
+        weight_P1 = weights_NK.flatten().index_select(0, order_P)[:, None]
+        gate_PF, up_PF = gate_up_P2F.float().chunk(2, dim=-1)
+        sigmoid_PF = gate_PF.sigmoid()
+        silu_PF = gate_PF * sigmoid_PF
+
+        gy_PD = g_ND.index_select(0, order_P // num_chosen)
+        ghidden_PF = grouped_mm(gy_PD, down_EDF.transpose(1, 2), ends_E).float()
+        g_down = g_weights = g_gate_up = g_h = None
+        if needs_down:
+            hidden_PF = (silu_PF * up_PF * weight_P1).to(h_ND.dtype)
+            g_down = grouped_mm_weight(gy_PD, hidden_PF, ends_E)
+        if needs_weights:
+            g_P = (ghidden_PF * silu_PF * up_PF).sum(-1)
+            g_weights = g_P.index_select(0, place_P).view_as(weights_NK)
+        g_PF = ghidden_PF * weight_P1
+        g_gate_PF = g_PF * up_PF * (sigmoid_PF + silu_PF * (1 - sigmoid_PF))
+        g_P2F = torch.cat((g_gate_PF, g_PF * silu_PF), dim=-1).to(h_ND.dtype)
+        if needs_gate_up:
+            g_gate_up = grouped_mm_weight(g_P2F, h_ND.index_select(0, order_P // num_chosen), ends_E)
+        if needs_h:
+            g_x_PD = grouped_mm(g_P2F, gate_up_E2FD.transpose(1, 2), ends_E)
+            g_h = sum_by_token(g_x_PD, place_P, num_chosen)
+        return g_h, g_weights, None, None, g_gate_up, g_down
+
+
 def expert_product(
-    x_RD: torch.Tensor, counts_E: torch.Tensor, gate_up_E2FD: torch.Tensor, down_EDF: torch.Tensor
+    h_ND: torch.Tensor,
+    weights_NK: torch.Tensor,
+    order_P: torch.Tensor,
+    counts_E: torch.Tensor,
+    gate_up_E2FD: torch.Tensor,
+    down_EDF: torch.Tensor,
 ) -> torch.Tensor:
-    """The experts' outputs [R, D]: down(silu(gate(x)) * up(x)). The rows of x are sorted by expert,
-    `counts_E` of each. Rows 0 to F - 1 of an expert's `gate_up_E2FD` are the gate, the others the up
+    """The sums [N, D] of the outputs of each token's experts, times `weights_NK`. The output of an expert is
+    down(silu(gate(x)) * up(x)). `order_P`: the numbers of the pairs, n * K + k, sorted by expert. `counts_E`:
+    the pairs of each expert. Rows 0 to F - 1 of an expert's `gate_up_E2FD` are the gate, the others the up
     projection."""
-    ends_E = counts_E.cumsum(0).int()
-    gate_RF, up_RF = grouped_mm(x_RD, gate_up_E2FD, ends_E).chunk(2, dim=-1)
-    return grouped_mm(F.silu(gate_RF) * up_RF, down_EDF, ends_E)
+    gate_up_E2FD, down_EDF = gate_up_E2FD.to(h_ND.dtype), down_EDF.to(h_ND.dtype)
+    return _ExpertProduct.apply(h_ND, weights_NK.float(), order_P, counts_E, gate_up_E2FD, down_EDF)
+
+
+@torch.library.custom_op("titanlite::recomputed_after", mutates_args=())
+def recomputed_after(index: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A copy of `index` that the compiler takes to depend on `gradient`: tensors that are computed with it in
+    the backward are not merged with those of the forward, which would then be kept."""
+    return index.clone()
+
+
+@recomputed_after.register_fake
+def _(index: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(index)
+
+
+def inverse(order_P: torch.Tensor) -> torch.Tensor:
+    """The inverse of a permutation."""
+    numbers_P = torch.arange(order_P.shape[0], device=order_P.device)
+    return torch.empty_like(order_P).scatter(0, order_P, numbers_P)
+
+
+def sum_by_token(y_PD: torch.Tensor, place_P: torch.Tensor, num_chosen: int) -> torch.Tensor:
+    """The sums [N, D], in fp32, of the rows of each token's pairs, which are at `place_P`."""
+    y_NKD = y_PD.index_select(0, place_P).unflatten(0, (-1, num_chosen))
+    return y_NKD.sum(1, dtype=torch.float32).to(y_PD.dtype)
 
 
 class Experts(nn.Module):
@@ -132,54 +217,23 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(E, D, hidden))
         self.product: Callable[..., torch.Tensor] = expert_product
 
-    def forward(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        return self.product(x_RD, counts_E, self.gate_up_proj, self.down_proj)
-
-
-class _Permute(torch.autograd.Function):
-    """Rows of tokens, [N, D], to rows of pairs sorted by expert, [P, D]. Gathers in both directions: unlike
-    index_add, they are deterministic. `order_P`: the pairs in sorted order. `place_P`: its inverse."""
-
-    @staticmethod
     def forward(
-        ctx: Any, h_ND: torch.Tensor, order_P: torch.Tensor, place_P: torch.Tensor, num_chosen: int
+        self,
+        h_ND: torch.Tensor,
+        weights_NK: torch.Tensor,
+        order_P: torch.Tensor,
+        counts_E: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(place_P)
-        ctx.num_chosen = num_chosen
-        return h_ND.index_select(0, order_P // num_chosen)
-
-    @staticmethod
-    def backward(ctx: Any, g_PD: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (place_P,) = ctx.saved_tensors
-        g_NKD = g_PD.index_select(0, place_P).unflatten(0, (-1, ctx.num_chosen))
-        return g_NKD.sum(1, dtype=torch.float32).to(g_PD.dtype), None, None, None
-
-
-class Unpermute(torch.autograd.Function):
-    """Rows of pairs sorted by expert to rows of pairs in the order of the tokens: the inverse of sorting."""
-
-    @staticmethod
-    def forward(ctx: Any, y_PD: torch.Tensor, order_P: torch.Tensor, place_P: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(order_P)
-        return y_PD.index_select(0, place_P)
-
-    @staticmethod
-    def backward(ctx: Any, g_PD: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (order_P,) = ctx.saved_tensors
-        return g_PD.index_select(0, order_P), None, None
+        return self.product(h_ND, weights_NK, order_P, counts_E, self.gate_up_proj, self.down_proj)
 
 
 def local_dispatch(
-    h_ND: torch.Tensor, routing: Routing, experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    h_ND: torch.Tensor, routing: Routing, experts: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
-    """The weighted sum of the outputs of each token's experts, [N, D]. `experts`: a function of inputs [R, D]
-    that are sorted by expert, and of the number of each expert's rows [E]."""
-    num_chosen = routing.experts_NK.shape[1]
+    """The weighted sum of the outputs of each token's experts, [N, D]. `experts`: a function of the arguments
+    of Experts.forward."""
     order_P = routing.experts_NK.flatten().argsort(stable=True)
-    place_P = torch.empty_like(order_P).scatter(0, order_P, torch.arange(len(order_P), device=h_ND.device))
-    y_PD = experts(_Permute.apply(h_ND, order_P, place_P, num_chosen), routing.counts_E)
-    y_NKD = Unpermute.apply(y_PD, order_P, place_P).unflatten(0, (-1, num_chosen))
-    return (y_NKD.float() * routing.weights_NK[..., None]).sum(1).to(h_ND.dtype)
+    return experts(h_ND, routing.weights_NK, order_P, routing.counts_E)
 
 
 class MoE(nn.Module):

@@ -85,12 +85,15 @@ def _compile_pieces(block: Any, layers: list[MoE], config: Compile) -> None:
 
 
 def _compiled_for_any_rows(product: Callable[..., torch.Tensor], config: Compile) -> Callable[..., Any]:
-    """`product` as one graph for all numbers of rows above 1 of its first argument."""
+    """`product` as one graph for all numbers of rows above 1 of its first three arguments."""
     compiled = _compiled(product, config)
 
-    def for_any_rows(x_RD: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
-        mark_dynamic(x_RD, 0)
-        return compiled(x_RD, *args)
+    def for_any_rows(
+        h_ND: torch.Tensor, weights_NK: torch.Tensor, order_P: torch.Tensor, *args: torch.Tensor
+    ) -> torch.Tensor:
+        for rows in (h_ND, weights_NK, order_P):
+            mark_dynamic(rows, 0)
+        return compiled(h_ND, weights_NK, order_P, *args)
 
     return for_any_rows
 

@@ -11,7 +11,6 @@ then have the `expert` axis at every degree, also at 1."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titanlite.config.component import ConfigError
 from titanlite.mesh import EXPERT_KEY, Degrees, Mesh, Parallelism, local_shard
 from titanlite.models.base import Decoder, ModelFamily
-from titanlite.models.moe import Experts, Routing, Unpermute, local_dispatch, moe_layers_of
+from titanlite.models.moe import Experts, Routing, inverse, moe_layers_of, sum_by_token
 
 KEY = f"parallelism.{EXPERT_KEY}"
 EXPERTS = 0  # the dim of both weights [E, ...] of experts that expert parallel shards
@@ -94,10 +93,9 @@ def _partition(experts: Experts, mesh: Mesh) -> None:
         experts.register_parameter(name, sharded)
     product = experts.product
 
-    def local_product(
-        x_RD: torch.Tensor, counts_L: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor
-    ) -> torch.Tensor:
-        return product(x_RD, counts_L, local_shard(gate_up_proj), local_shard(down_proj))
+    def local_product(*inputs: torch.Tensor) -> torch.Tensor:
+        *inputs_of_rows, gate_up_proj, down_proj = inputs
+        return product(*inputs_of_rows, local_shard(gate_up_proj), local_shard(down_proj))
 
     experts.product = local_product
 
@@ -116,33 +114,76 @@ class AllToAll:
     def __call__(
         self, h_ND: torch.Tensor, routing: Routing, experts: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
-        return local_dispatch(h_ND, routing, partial(self._remote, experts))
+        num_chosen = routing.experts_NK.shape[1]
+        order_P = routing.experts_NK.flatten().argsort(stable=True)
+        place_P = inverse(order_P)
+        x_PD = _Permute.apply(h_ND, order_P, place_P, num_chosen)
+        weights_P1 = _Permute.apply(routing.weights_NK.view(-1, 1), order_P, place_P, 1)
+        y_PD = self._remote(experts, x_PD, weights_P1, routing.counts_E)
+        return _SumByToken.apply(y_PD, order_P, place_P, num_chosen)
 
     def _remote(
-        self, experts: Callable[..., torch.Tensor], x_PD: torch.Tensor, counts_E: torch.Tensor
+        self,
+        experts: Callable[..., torch.Tensor],
+        x_PD: torch.Tensor,
+        weights_P1: torch.Tensor,
+        counts_E: torch.Tensor,
     ) -> torch.Tensor:
-        """What the experts of all ranks make of `x_PD`, which is sorted by expert."""
+        """What the experts of all ranks make of `x_PD`, which is sorted by expert, times `weights_P1`."""
         sent_SL = counts_E.unflatten(0, (self._group.size(), -1)).contiguous()
         received_SL = torch.empty_like(sent_SL)
         dist.all_to_all_single(received_SL, sent_SL, group=self._group)
         # The only host synchronisation of a mixture: the host must know how many rows to exchange.
         sent, received = torch.stack((sent_SL.sum(1), received_SL.sum(1))).tolist()
-        order_R, place_R = _order_by_expert(received_SL, sum(received))
+        order_R = _order_by_expert(received_SL, sum(received))
         x_RD = _Exchange.apply(x_PD, sent, received, self._group)
-        y_RD = experts(Unpermute.apply(x_RD, place_R, order_R), received_SL.sum(0))
-        return _Exchange.apply(Unpermute.apply(y_RD, order_R, place_R), received, sent, self._group)
+        weights_R1 = _Exchange.apply(weights_P1, sent, received, self._group)
+        y_RD = experts(x_RD, weights_R1, order_R, received_SL.sum(0))
+        return _Exchange.apply(y_RD, received, sent, self._group)
 
 
-def _order_by_expert(counts_SL: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+class _Permute(torch.autograd.Function):
+    """Rows of tokens, [N, D], to rows of pairs sorted by expert, [P, D]. `order_P`: the pairs in sorted
+    order. `place_P`: its inverse."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, h_ND: torch.Tensor, order_P: torch.Tensor, place_P: torch.Tensor, num_chosen: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(place_P)
+        ctx.num_chosen = num_chosen
+        return h_ND.index_select(0, order_P // num_chosen)
+
+    @staticmethod
+    def backward(ctx: Any, g_PD: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (place_P,) = ctx.saved_tensors
+        return sum_by_token(g_PD, place_P, ctx.num_chosen), None, None, None
+
+
+class _SumByToken(torch.autograd.Function):
+    """sum_by_token, with a gather as its backward. The arguments are those of _Permute."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y_PD: torch.Tensor, order_P: torch.Tensor, place_P: torch.Tensor, num_chosen: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(order_P)
+        ctx.num_chosen = num_chosen
+        return sum_by_token(y_PD, place_P, num_chosen)
+
+    @staticmethod
+    def backward(ctx: Any, g_ND: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (order_P,) = ctx.saved_tensors
+        return g_ND.index_select(0, order_P // ctx.num_chosen), None, None, None
+
+
+def _order_by_expert(counts_SL: torch.Tensor, num_rows: int) -> torch.Tensor:
     """The order, int64 [R], that sorts rows by expert, then by rank, if they are sorted by rank, then by
-    expert, and its inverse. `counts_SL`: the rows of each. `num_rows`: their sum."""
+    expert. `counts_SL`: the rows of each. `num_rows`: their sum."""
     num_ranks, num_experts = counts_SL.shape
     expert_SL = torch.arange(num_experts, device=counts_SL.device).expand(num_ranks, -1)
     expert_R = expert_SL.flatten().repeat_interleave(counts_SL.flatten(), output_size=num_rows)
-    order_R = expert_R.argsort(stable=True)
-    place_R = torch.empty_like(order_R)
-    place_R[order_R] = torch.arange(num_rows, device=order_R.device)
-    return order_R, place_R
+    return expert_R.argsort(stable=True)
 
 
 class _Exchange(torch.autograd.Function):

@@ -142,15 +142,17 @@ def test_the_dispatch_may_get_no_rows_and_any_experts() -> None:
     mlp = layer()
     seen = []
 
-    def experts(x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        seen.append((x_RD, counts_E))
-        return x_RD * 2
+    def experts(
+        h_ND: torch.Tensor, weights_NK: torch.Tensor, order_P: torch.Tensor, counts_E: torch.Tensor
+    ) -> torch.Tensor:
+        seen.append((order_P, counts_E))
+        return h_ND * weights_NK.sum(1, keepdim=True) * 2
 
     for num in (0, 7):
         h = torch.randn(num, SHAPE["dim"])
         torch.testing.assert_close(local_dispatch(h, mlp.gate(h), experts), 2 * h)
-    (_, _), (x_RD, counts_E) = seen
-    assert len(x_RD) == counts_E.sum() == 21
+    (_, _), (order_P, counts_E) = seen
+    assert len(order_P) == counts_E.sum() == 21
 
 
 def test_the_router_computes_in_fp32() -> None:
