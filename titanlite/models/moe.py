@@ -111,10 +111,10 @@ class Router(nn.Module):
 
 
 class _ExpertProduct(torch.autograd.Function):
-    """The function of `expert_product`. It keeps its inputs and the results of the first product. The backward
-    gathers the rows and computes the hidden units again, and needs no outputs of the experts, because the
-    weights of the experts are applied before the down projection. Forward and backward gather: unlike
-    index_add, that is deterministic."""
+    """The function of `expert_product`. It keeps its inputs and the results of the first product. The
+    backward gathers the rows and computes the hidden units again, and needs no outputs of the experts,
+    because the weights are applied before the down projection. Both directions gather: unlike index_add,
+    that is deterministic."""
 
     @staticmethod
     def forward(
@@ -130,7 +130,7 @@ class _ExpertProduct(torch.autograd.Function):
         x_PD = h_ND.index_select(0, order_P // num_chosen)
         gate_up_P2F = grouped_mm(x_PD, gate_up_E2FD, ends_E)
         weight_P = weights_NK.flatten().index_select(0, order_P)
-        gate_PF, up_PF = gate_up_P2F.float().chunk(2, dim=-1)
+        gate_PF, up_PF = gate_up_P2F.chunk(2, dim=-1)
         hidden_PF = (F.silu(gate_PF) * up_PF * weight_P[:, None]).to(h_ND.dtype)
         y_PD = grouped_mm(hidden_PF, down_EDF, ends_E)
         ctx.save_for_backward(h_ND, weights_NK, order_P, ends_E, gate_up_E2FD, down_EDF, gate_up_P2F)
@@ -143,22 +143,22 @@ class _ExpertProduct(torch.autograd.Function):
         num_chosen, place_P = weights_NK.shape[1], inverse(order_P)
         order_P = recomputed_after(order_P, g_ND)
         weight_P1 = weights_NK.flatten().index_select(0, order_P)[:, None]
-        gate_PF, up_PF = gate_up_P2F.float().chunk(2, dim=-1)
-        sigmoid_PF = gate_PF.sigmoid()
-        silu_PF = gate_PF * sigmoid_PF
+        gate_PF, up_PF = gate_up_P2F.chunk(2, dim=-1)
+        silu_PF = F.silu(gate_PF)
+        swiglu_PF = silu_PF * up_PF
 
-        gy_PD = g_ND.index_select(0, order_P // num_chosen)
-        ghidden_PF = grouped_mm(gy_PD, down_EDF.transpose(1, 2), ends_E).float()
+        g_y_PD = g_ND.index_select(0, order_P // num_chosen)
+        g_hidden_PF = grouped_mm(g_y_PD, down_EDF.transpose(1, 2), ends_E)
         g_down = g_weights = g_gate_up = g_h = None
         if needs_down:
-            hidden_PF = (silu_PF * up_PF * weight_P1).to(h_ND.dtype)
-            g_down = grouped_mm_weight(gy_PD, hidden_PF, ends_E)
+            hidden_PF = (swiglu_PF * weight_P1).to(h_ND.dtype)
+            g_down = grouped_mm_weight(g_y_PD, hidden_PF, ends_E)
         if needs_weights:
-            g_P = (ghidden_PF * silu_PF * up_PF).sum(-1)
-            g_weights = g_P.index_select(0, place_P).view_as(weights_NK)
-        g_PF = ghidden_PF * weight_P1
-        g_gate_PF = g_PF * up_PF * (sigmoid_PF + silu_PF * (1 - sigmoid_PF))
-        g_P2F = torch.cat((g_gate_PF, g_PF * silu_PF), dim=-1).to(h_ND.dtype)
+            g_weight_P = (g_hidden_PF.float() * swiglu_PF).sum(-1)
+            g_weights = g_weight_P.index_select(0, place_P).view_as(weights_NK)
+        g_swiglu_PF = (g_hidden_PF * weight_P1).to(h_ND.dtype)
+        g_gate_PF = torch.ops.aten.silu_backward(g_swiglu_PF * up_PF, gate_PF)
+        g_P2F = torch.cat((g_gate_PF, g_swiglu_PF * silu_PF), dim=-1)
         if needs_gate_up:
             g_gate_up = grouped_mm_weight(g_P2F, h_ND.index_select(0, order_P // num_chosen), ends_E)
         if needs_h:

@@ -10,10 +10,9 @@ features of the MLP:
     raw            q + kv, before head norms      out         q   output of attention
     lse            log-sum-exps in fp32, one per query head
 
-Of a layer of K experts per token, h is the hidden features of K experts, and it keeps besides:
+Of a layer of K experts per token, h is the hidden features of K experts. It computes the inputs of the
+experts and the product again in the backward, and keeps besides:
 
-    rows      K d  inputs of the experts, one row per expert of a token
-    outputs   K d  outputs of the experts, before their weighted sum
     routed    d    input of the router in fp32
     routing        scores of all experts in fp32; numbers, places and weights of the token's experts
 
@@ -40,7 +39,7 @@ MODULE_OF = {
     "n1": NORMS, "n2": NORMS, "norm1": NORMS, "norm2": NORMS,
     "raw": ATTENTION, "q": ATTENTION, "k": ATTENTION, "v": ATTENTION, "out": ATTENTION, "lse": ATTENTION,
     "gate": MLP, "silu": MLP, "up": MLP, "product": MLP,
-    "rows": MLP, "outputs": MLP, "routed": MLP, "routing": MLP,
+    "routed": MLP, "routing": MLP,
 }  # fmt: skip
 # Kept by the mode "op": the results of attention and of products number 1, 3 and 5: q, v and gate. Of
 # experts: the router's results, and the first of their two products, gate and up.
@@ -115,18 +114,18 @@ class BlockShape:
             "product": self.h * size / tp,
         }
         if self.num_experts:
-            rows = self.num_chosen * self.d * size / tp
             routing = (4 * self.num_experts + 32 * self.num_chosen) / tp
-            # `routed` is n2 in fp32, so that n2 is not kept.
-            kept |= {"rows": rows, "outputs": rows, "routed": 4 * self.d / tp, "routing": routing, "n2": 0.0}
+            kept |= {"routed": 4 * self.d / tp, "routing": routing, "product": 0.0}
+            if self.compiled:  # n2 is rounded from `routed` again
+                kept["n2"] = 0.0
         if not self.compiled:
             del kept["x2"]  # sums keep nothing
             kept["x"] = 0.0
             # rms_norm keeps its fp32 input; silu and the product keep their inputs
             kept |= {"norm1": 4 * self.d / tp, "norm2": 4 * self.d / tp, "silu": self.h * size / tp}
             kept["raw"] = raw * 4 / tp
-            if self.num_experts:  # summed in fp32
-                kept["outputs"] = 4 * self.num_chosen * self.d / tp
+            if self.num_experts:
+                kept["silu"] = 0.0
         elif self.is_float8:
             # Casts to 8 bits are repeated in the backward, and with them what is cheap to compute.
             kept |= {"product": 0.0, "n1": 0.0, "n2": 0.0}
@@ -144,6 +143,8 @@ class BlockShape:
         compiled code writes most of them over tensors that it needs no more (optimizer_curves_h200.json, and
         with the mode attention blind_points_h200.json)."""
         num = 3 if repeats or not self.compiled else 1
+        if self.num_experts:  # at least of gate and up, which are in one tensor
+            num = max(num, 2)
         rows = self.num_chosen * self.d if self.num_experts else 0
         return (num * self.h + self.d + rows) * self.size / self.tp
 

@@ -4,6 +4,7 @@ checked, and a config.json that asks for something else is refused."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.support.tiers import full
 from titanlite.config.component import ConfigError
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.load_balance import is_load
-from titanlite.models.moe import MoE, local_dispatch
+from titanlite.models.moe import MoE, Routing, local_dispatch
 from titanlite.models.olmoe import Olmoe
 from titanlite.models.qwen3_moe import Qwen3MoE
 
@@ -266,3 +267,61 @@ def test_a_config_json_of_another_model_is_refused(
 def test_a_head_dim_that_transformers_olmoe_lacks_is_not_exported() -> None:
     with pytest.raises(ConfigError, match="head_dim = 16: in Hugging Face's OLMoE it is dim / n_heads"):
         family_of(Olmoe, head_dim=16).hf_config()
+
+
+def saved_by(function: Callable[[], Any]) -> list[torch.Size]:
+    shapes: list[torch.Size] = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        shapes.append(t.shape)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        function()
+    return shapes
+
+
+@pytest.mark.parametrize("compiled", [False, full(True)])
+def test_a_layer_keeps_neither_rows_nor_hidden_units_nor_outputs_of_experts(compiled: bool) -> None:
+    mlp = layer()
+    h = torch.randn(1, 20, SHAPE["dim"], requires_grad=True)
+    if compiled:  # split into forward and backward as inductor does
+        mlp.compile(fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
+    num_pairs, hidden = 20 * 3, SHAPE["moe_hidden_dim"]
+    kept = [shape for shape in saved_by(lambda: mlp(h)) if len(shape) > 1 and shape[0] == num_pairs]
+    assert kept == [(num_pairs, 2 * hidden)]
+
+
+@pytest.mark.parametrize("frozen", ["gate", "experts", "gate_up_proj", "down_proj"])
+def test_gradients_beside_frozen_weights_are_the_same(frozen: str) -> None:
+    mlp = layer()
+    h = torch.randn(1, 20, SHAPE["dim"], requires_grad=True)
+    mlp(h).square().sum().backward()
+    wanted = {"h": h.grad} | {name: p.grad for name, p in mlp.named_parameters()}
+    h.grad = None
+    mlp.zero_grad()
+    for name, p in mlp.named_parameters():
+        p.requires_grad_(frozen not in name)
+    mlp(h).square().sum().backward()
+    actual = {"h": h.grad} | {name: p.grad for name, p in mlp.named_parameters()}
+    assert [name for name, g in actual.items() if g is None] == [n for n in actual if frozen in n]
+    if frozen != "gate":  # a frozen router changes the gradient of h
+        assert all(torch.equal(g, wanted[name]) for name, g in actual.items() if g is not None)
+
+
+def test_the_gradient_of_the_weights_is_summed_in_fp32() -> None:
+    """In bf16, the router's gradient is as near to the exact one as the rounding of its inputs allows."""
+    mlp = layer()
+    h = torch.randn(64, SHAPE["dim"]).bfloat16()
+    experts_NK = torch.rand(64, 12).topk(3).indices
+    weights = torch.rand(64, 3, requires_grad=True)
+    g = torch.randn(64, SHAPE["dim"]).bfloat16()
+
+    def gradient(dtype: torch.dtype) -> torch.Tensor:
+        routing = Routing(weights, experts_NK, experts_NK.flatten().bincount(minlength=12))
+        out = local_dispatch(h.to(dtype), routing, mlp.experts)
+        return torch.autograd.grad(out, weights, g.to(dtype))[0]
+
+    actual, exact = gradient(torch.bfloat16), gradient(torch.float32)
+    assert actual.dtype == torch.float32
+    assert 0 < (actual - exact).norm() < 1e-2 * exact.norm()
