@@ -125,8 +125,8 @@ def train_with(owner: Any, name: str, function: Callable[..., Any], args: tuple[
         train_on_rank(*args)
 
 
-def as_if_sorted(counts_SL: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.arange(num_rows), torch.arange(num_rows)
+def as_if_sorted(counts_SL: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return torch.arange(num_rows)
 
 
 def train_without_sorting(*args: Any) -> None:
