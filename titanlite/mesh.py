@@ -106,6 +106,11 @@ class Parallelism:
     their experts. These ranks are not in addition to the other degrees: they are among the ranks of
     data_parallel_shard_degree x context_parallel_degree x tensor_parallel_degree, of which the rest shards
     each expert (FSDP). The degree must divide that product and the number of experts. 1: only FSDP."""
+    expert_parallel_comm_backend: Literal["default", "all_to_all", "gather"] = "default"
+    """How tokens reach the ranks of their experts. `all_to_all`: each rank sends one copy of a token per
+    expert that it goes to. `gather`: all tokens of these ranks are gathered on each of them, which sends the
+    sums of its experts' outputs back: fewer bytes at a small degree, and the same number on every rank.
+    `default`: `gather` up to a degree of the number of experts per token, otherwise `all_to_all`."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether FSDP frees gathered parameters after the forward and gathers them again for the backward.
     `always`: yes, except for the last block and the head, with which the backward begins. `never`: no.

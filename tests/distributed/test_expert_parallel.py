@@ -39,6 +39,8 @@ def layout(degree: int, *names: str, keys: tuple[str, ...] = (), ranks: int = 1)
     return Part(ranks, [*MODEL, "--training.local_batch_size=1", *options, *keys, degree_key])
 
 
+ALL_TO_ALL = ("--parallelism.expert_parallel_comm_backend=all_to_all",)
+GATHER = ("--parallelism.expert_parallel_comm_backend=gather",)
 TWO_EXPERTS = ("--model.overrides.n_experts=2",)
 DEEPSEEK = (
     "--model.name=deepseek_v3",
@@ -102,6 +104,18 @@ LAYOUTS = {
     "dp_shard 2, degree 2, compile, memory_budget": layout(2, "dp_shard", "compile, memory_budget"),
     "tp 2, degree 2, float8 rowwise": layout(2, "tp", "float8 rowwise"),
     "dp_shard 4, degree 2, deepseek_v3": layout(2, ranks=4, keys=DEEPSEEK),
+    "dp_shard 2, degree 2, all_to_all": layout(2, "dp_shard", keys=ALL_TO_ALL),
+    "dp_shard 4, degree 4, gather": layout(4, ranks=4, keys=GATHER),
+    "tp 2, degree 2, all_to_all": layout(2, "tp", keys=ALL_TO_ALL),
+    "tp 2 x dp_shard 2, degree 4, gather": layout(4, "tp", "dp_shard", keys=GATHER),
+    "cp 2 x dp_shard 2, degree 4, gather": layout(4, "cp", "dp_shard", keys=GATHER),
+    "pp 2 zero bubble x dp_shard 2, degree 2, all_to_all": layout(
+        2, "pp zero bubble", "dp_shard", keys=ALL_TO_ALL
+    ),
+    "dp_shard 2, degree 2, full activation checkpointing, all_to_all": layout(
+        2, "dp_shard", "full activation checkpointing", keys=ALL_TO_ALL
+    ),
+    "dp_shard 2, degree 2, compile, all_to_all": layout(2, "dp_shard", "compile", keys=ALL_TO_ALL),
     "dp_shard 2, degree 2, deepseek_v3, bias": layout(2, "dp_shard", keys=(*DEEPSEEK, *BIAS)),
     "dp_shard 4, degree 4, deepseek_v3, bias": layout(4, ranks=4, keys=(*DEEPSEEK, *BIAS)),
     "dp_shard 2, degree 2, deepseek_v3, compile": layout(2, "dp_shard", "compile", keys=DEEPSEEK),
@@ -133,6 +147,14 @@ def train_without_sorting(*args: Any) -> None:
     train_with(expert_parallel, "_order_by_expert", as_if_sorted, args)
 
 
+def without_sum(y_MD: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    return y_MD.chunk(group.size())[group.rank()].clone()
+
+
+def train_without_the_sum_over_ranks(*args: Any) -> None:
+    train_with(expert_parallel, "_sum_and_scatter", without_sum, args)
+
+
 def train_without_the_routers_sum(*args: Any) -> None:
     train_with(tensor_parallel, "_local_with_summed_gradient", DTensor.to_local, args)
 
@@ -140,11 +162,15 @@ def train_without_the_routers_sum(*args: Any) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "program"),
-    [("dp_shard 2, degree 2", train_without_sorting), ("tp 2, degree 2", train_without_the_routers_sum)],
+    [
+        ("dp_shard 2, degree 2, all_to_all", train_without_sorting),
+        ("dp_shard 2, degree 2", train_without_the_sum_over_ranks),
+        ("tp 2, degree 2", train_without_the_routers_sum),
+    ],
 )
 def test_controls_fail(runs: Runs, name: str, program: Callable[..., None]) -> None:
-    """Rows that arrive are taken as sorted by expert; the router's gradient is not summed over the
-    tensor-parallel ranks."""
+    """Rows that arrive are taken as sorted by expert; the experts' outputs are not summed over ranks; the
+    router's gradient is not summed over the tensor-parallel ranks."""
     with pytest.raises(AssertionError) as e:
         runs.assert_equal(program.__name__, LAYOUTS[name], STEPS, program)
     assert "Traceback" not in str(e.value), "the run itself failed"
@@ -159,7 +185,17 @@ def train_with_two_experts(*args: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sampled(["dp_shard 2, degree 2", "dp_shard 4, degree 4", "tp 2, degree 2"], set())
+    "name",
+    sampled(
+        [
+            "dp_shard 2, degree 2",
+            "dp_shard 2, degree 2, all_to_all",
+            "dp_shard 4, degree 4",
+            "dp_shard 4, degree 4, gather",
+            "tp 2, degree 2",
+        ],
+        set(),
+    ),
 )
 def test_ranks_without_tokens(tmp_path: Path, corpus: Path, name: str) -> None:
     """All tokens go to the first two experts, so that other ranks get none."""

@@ -134,13 +134,13 @@ class _ExpertProduct(torch.autograd.Function):
         hidden_PF = (F.silu(gate_PF) * up_PF * weight_P[:, None]).to(h_ND.dtype)
         y_PD = grouped_mm(hidden_PF, down_EDF, ends_E)
         ctx.save_for_backward(h_ND, weights_NK, order_P, ends_E, gate_up_E2FD, down_EDF, gate_up_P2F)
-        return sum_by_token(y_PD, inverse(order_P), num_chosen)
+        return sum_by_token(y_PD, places(order_P, weights_NK.numel()), num_chosen)
 
     @staticmethod
     def backward(ctx: Any, g_ND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         h_ND, weights_NK, order_P, ends_E, gate_up_E2FD, down_EDF, gate_up_P2F = ctx.saved_tensors
         needs_h, needs_weights, _, _, needs_gate_up, needs_down = ctx.needs_input_grad
-        num_chosen, place_P = weights_NK.shape[1], inverse(order_P)
+        num_chosen, place_P = weights_NK.shape[1], places(order_P, weights_NK.numel())
         order_P = recomputed_after(order_P, g_ND)
         weight_P1 = weights_NK.flatten().index_select(0, order_P)[:, None]
         gate_PF, up_PF = gate_up_P2F.chunk(2, dim=-1)
@@ -155,7 +155,7 @@ class _ExpertProduct(torch.autograd.Function):
             g_down = grouped_mm_weight(g_y_PD, hidden_PF, ends_E)
         if needs_weights:
             g_weight_P = (g_hidden_PF.float() * swiglu_PF).sum(-1)
-            g_weights = g_weight_P.index_select(0, place_P).view_as(weights_NK)
+            g_weights = rows_at(g_weight_P, place_P).view_as(weights_NK)
         g_swiglu_PF = (g_hidden_PF * weight_P1).to(h_ND.dtype)
         g_gate_PF = torch.ops.aten.silu_backward(g_swiglu_PF * up_PF, gate_PF)
         g_P2F = torch.cat((g_gate_PF, g_swiglu_PF * silu_PF), dim=-1)
@@ -176,9 +176,9 @@ def expert_product(
     down_EDF: torch.Tensor,
 ) -> torch.Tensor:
     """The sums [N, D] of the outputs of each token's experts, times `weights_NK`. The output of an expert is
-    down(silu(gate(x)) * up(x)). `order_P`: the numbers of the pairs, n * K + k, sorted by expert. `counts_E`:
-    the pairs of each expert. Rows 0 to F - 1 of an expert's `gate_up_E2FD` are the gate, the others the up
-    projection."""
+    down(silu(gate(x)) * up(x)). `order_P`: the numbers of the pairs, n * K + k, sorted by expert; pairs that
+    are left out add nothing. `counts_E`: the pairs of each expert. Rows 0 to F - 1 of an expert's
+    `gate_up_E2FD` are the gate, the others the up projection."""
     gate_up_E2FD, down_EDF = gate_up_E2FD.to(h_ND.dtype), down_EDF.to(h_ND.dtype)
     return _ExpertProduct.apply(h_ND, weights_NK.float(), order_P, counts_E, gate_up_E2FD, down_EDF)
 
@@ -195,16 +195,24 @@ def _(index: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(index)
 
 
-def inverse(order_P: torch.Tensor) -> torch.Tensor:
-    """The inverse of a permutation."""
-    numbers_P = torch.arange(order_P.shape[0], device=order_P.device)
-    return torch.empty_like(order_P).scatter(0, order_P, numbers_P)
+def places(order_R: torch.Tensor, num_pairs: int) -> torch.Tensor:
+    """The place of each pair in `order_R`, int64 [num_pairs]: its inverse. R for pairs that are not in it."""
+    num_rows = order_R.shape[0]
+    places_P = order_R.new_full((num_pairs,), num_rows)
+    return places_P.scatter(0, order_R, torch.arange(num_rows, device=order_R.device))
 
 
-def sum_by_token(y_PD: torch.Tensor, place_P: torch.Tensor, num_chosen: int) -> torch.Tensor:
+def rows_at(rows_R: torch.Tensor, place_P: torch.Tensor) -> torch.Tensor:
+    """The rows of pairs, which are at `place_P`; zeros for pairs without a row."""
+    if rows_R.shape[0] < place_P.shape[0]:
+        rows_R = torch.cat((rows_R, rows_R.new_zeros(1, *rows_R.shape[1:])))
+    return rows_R.index_select(0, place_P)
+
+
+def sum_by_token(y_RD: torch.Tensor, place_P: torch.Tensor, num_chosen: int) -> torch.Tensor:
     """The sums [N, D], in fp32, of the rows of each token's pairs, which are at `place_P`."""
-    y_NKD = y_PD.index_select(0, place_P).unflatten(0, (-1, num_chosen))
-    return y_NKD.sum(1, dtype=torch.float32).to(y_PD.dtype)
+    y_NKD = rows_at(y_RD, place_P).unflatten(0, (-1, num_chosen))
+    return y_NKD.sum(1, dtype=torch.float32).to(y_RD.dtype)
 
 
 class Experts(nn.Module):

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titanlite.config.component import ConfigError
 from titanlite.mesh import EXPERT_KEY, Degrees, Mesh, Parallelism, local_shard
 from titanlite.models.base import Decoder, ModelFamily
-from titanlite.models.moe import Experts, Routing, inverse, moe_layers_of, sum_by_token
+from titanlite.models.moe import Experts, Routing, moe_layers_of, places, sum_by_token
 
 KEY = f"parallelism.{EXPERT_KEY}"
 EXPERTS = 0  # the dim of both weights [E, ...] of experts that expert parallel shards
@@ -65,15 +65,18 @@ def _divisors(*numbers: int) -> str:
     return ", ".join(map(str, divisors))
 
 
-def apply_expert_parallel(net: Decoder, mesh: Mesh) -> None:
+def apply_expert_parallel(net: Decoder, mesh: Mesh, comm_backend: str) -> None:
     """Partition the experts of `net` over the ranks, in place, if they have axes of their own. Call it before
-    all other transforms."""
+    all other transforms. `comm_backend`: parallelism.expert_parallel_comm_backend."""
     if not mesh.shards_experts_apart:
         return
     for layer in moe_layers_of(net):
         _partition(layer.experts, mesh)
         if mesh.expert_degree > 1:
-            layer.dispatch = AllToAll(mesh.expert.get_group())
+            # Bytes per token: K copies against S, the ranks of the group.
+            gathers = {"default": mesh.expert_degree <= layer.gate.num_chosen, "gather": True}
+            dispatch = Gather if gathers.get(comm_backend, False) else AllToAll
+            layer.dispatch = dispatch(mesh.expert.get_group())
 
 
 def fsdp_dim(experts: Experts, mesh: Mesh) -> Callable[[nn.Parameter], Shard]:
@@ -116,7 +119,7 @@ class AllToAll:
     ) -> torch.Tensor:
         num_chosen = routing.experts_NK.shape[1]
         order_P = routing.experts_NK.flatten().argsort(stable=True)
-        place_P = inverse(order_P)
+        place_P = places(order_P, len(order_P))
         x_PD = _Permute.apply(h_ND, order_P, place_P, num_chosen)
         weights_P1 = _Permute.apply(routing.weights_NK.view(-1, 1), order_P, place_P, 1)
         y_PD = self._remote(experts, x_PD, weights_P1, routing.counts_E)
@@ -140,6 +143,33 @@ class AllToAll:
         weights_R1 = _Exchange.apply(weights_P1, sent, received, self._group)
         y_RD = experts(x_RD, weights_R1, order_R, received_SL.sum(0))
         return _Exchange.apply(y_RD, received, sent, self._group)
+
+
+class Gather:
+    """Dispatches tokens by gathering those of all ranks of the group. Each rank sums the outputs of its own
+    experts for all tokens, and a reduce-scatter adds up the sums of all ranks. `group`: the ranks along
+    `expert`, which have equal numbers of tokens.
+
+    Shape suffixes: M = tokens of all ranks, R = pairs of token and expert for this rank's experts, L =
+    experts per rank. A rank whose experts get no token takes part."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+
+    def __call__(
+        self, h_ND: torch.Tensor, routing: Routing, experts: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        num_experts = len(routing.counts_E) // self._group.size()
+        expert_MK = _gather(routing.experts_NK, self._group) - self._group.rank() * num_experts
+        expert_MK = expert_MK.where((expert_MK >= 0) & (expert_MK < num_experts), num_experts)
+        is_chosen = torch.zeros(len(expert_MK), num_experts + 1, dtype=torch.bool, device=h_ND.device)
+        counts_L = is_chosen.scatter(1, expert_MK, True)[:, :-1].sum(0)
+        order_MK = expert_MK.flatten().argsort(stable=True)  # pairs for other ranks come last
+        h_MD = _GatherTokens.apply(h_ND, self._group)
+        weights_MK = _GatherTokens.apply(routing.weights_NK, self._group)
+        num_rows = int(counts_L.sum())  # the only host synchronisation of a mixture
+        y_MD = experts(h_MD, weights_MK, order_MK[:num_rows], counts_L)
+        return _SumAndScatter.apply(y_MD, self._group)
 
 
 class _Permute(torch.autograd.Function):
@@ -200,6 +230,45 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return _exchange(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+class _GatherTokens(torch.autograd.Function):
+    """The tokens [M, D] of all ranks of a group, in the order of the ranks. The backward adds up the
+    gradients of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, h_ND: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _gather(h_ND, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _sum_and_scatter(gradients[0], ctx.group), None
+
+
+class _SumAndScatter(torch.autograd.Function):
+    """The sums over the ranks of a group of this rank's tokens [N, D] in `y_MD`."""
+
+    @staticmethod
+    def forward(ctx: Any, y_MD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _sum_and_scatter(y_MD, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _gather(gradients[0], ctx.group), None
+
+
+def _gather(x_ND: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    rows = x_ND.new_empty(group.size() * x_ND.shape[0], *x_ND.shape[1:])
+    dist.all_gather_into_tensor(rows, x_ND.contiguous(), group=group)
+    return rows
+
+
+def _sum_and_scatter(x_MD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    rows = x_MD.new_empty(x_MD.shape[0] // group.size(), *x_MD.shape[1:])
+    dist.reduce_scatter_tensor(rows, x_MD.contiguous(), group=group)
+    return rows
 
 
 def _exchange(

@@ -156,6 +156,30 @@ def test_the_dispatch_may_get_no_rows_and_any_experts() -> None:
     assert len(order_P) == counts_E.sum() == 21
 
 
+def test_the_parts_of_the_experts_add_up() -> None:
+    """As the ranks of expert parallel compute them from the tokens of all ranks."""
+    mlp, h_ND = layer(), torch.randn(7, SHAPE["dim"])
+    h_ND.requires_grad_()
+    routing = mlp.gate(h_ND)
+    order_P = routing.experts_NK.flatten().argsort(stable=True)
+    inputs = [h_ND, routing.weights_NK]
+    whole = mlp.experts(*inputs, order_P, routing.counts_E)
+    parts = []
+    for first in (True, False):
+        is_here_E = (torch.arange(len(routing.counts_E)) < 3) == first
+        order_R = order_P[is_here_E[routing.experts_NK.flatten()[order_P]]]
+        parts.append(mlp.experts(*inputs, order_R, routing.counts_E * is_here_E))
+    g_ND = torch.randn_like(whole)
+    gradients = [
+        torch.autograd.grad([y], [*inputs, *mlp.experts.parameters()], g_ND, retain_graph=True)
+        for y in (whole, *parts)
+    ]
+    torch.testing.assert_close(sum(parts), whole)
+    for of_whole, *of_parts in zip(*gradients):
+        assert of_parts[0].any()
+        torch.testing.assert_close(sum(of_parts), of_whole)
+
+
 def test_the_router_computes_in_fp32() -> None:
     mlp = layer()
     h = torch.randn(200, SHAPE["dim"])
