@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.gpu import column, run
-from titanlite.models.grouped_mm import grouped_loop, grouped_mm
+from titanlite.models.grouped_mm import grouped_loop, grouped_mm, grouped_mm_weight
 from titanlite.models.moe import MoE
 from titanlite.models.qwen3_moe import Qwen3MoE
 
@@ -34,6 +34,8 @@ def test_grouped_products_equal_the_loop(sizes: list[int]) -> None:
     actual = (out, *torch.autograd.grad(out, (x, weight), g))
     for a, b in zip(actual, (wanted, *torch.autograd.grad(wanted, (x, weight), g)), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=5e-2)
+    by_itself = grouped_mm_weight(g, x.detach(), ends).float()
+    torch.testing.assert_close(by_itself, actual[2], rtol=2e-2, atol=5e-2)
     assert not actual[2][torch.tensor(sizes) == 0].any(), "an expert without rows has a gradient of 0"
 
 
