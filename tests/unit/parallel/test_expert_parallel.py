@@ -15,6 +15,7 @@ from titanlite.config.component import ConfigError
 from titanlite.losses import CrossEntropy
 from titanlite.mesh import Degrees, Mesh, Parallelism, build_mesh, local_shard
 from titanlite.models.base import ModelFamily
+from titanlite.models.moe import places
 from titanlite.models.qwen3_moe import Qwen3MoE
 from titanlite.parallel.apply import ParallelSettings, parallelize
 from titanlite.parallel.expert_parallel import _order_by_expert, check_expert_parallel
@@ -159,8 +160,9 @@ def test_rows_are_sorted_by_expert_and_then_by_rank() -> None:
     rows = [
         (expert, rank) for rank in range(3) for expert in range(3) for _ in range(int(counts[rank, expert]))
     ]
-    order, place = _order_by_expert(counts, len(rows))
+    order = _order_by_expert(counts, len(rows))
     assert [rows[i] for i in order] == sorted(rows)
-    assert order[place].tolist() == list(range(len(rows)))
-    order, place = _order_by_expert(torch.zeros(2, 3, dtype=torch.int64), 0)
-    assert len(order) == len(place) == 0
+    place = places(order, len(rows) + 1)
+    assert order[place[:-1]].tolist() == list(range(len(rows)))
+    assert place[-1] == len(rows), "a pair without a row"
+    assert len(_order_by_expert(torch.zeros(2, 3, dtype=torch.int64), 0)) == 0
