@@ -34,6 +34,7 @@ DEFAULTS = {  # values of keys that a run identity may lack
     "model.attention_scale": 1.0,
     "model.logit_scale": 1.0,
     "model.matrix_init_std": 0.02,
+    "model.router_init_std": 0.02,
     "model.depth_scaled_init": True,
     "model.rope_type": "llama3",
     "model.rope_factor": 1.0,

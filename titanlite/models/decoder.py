@@ -24,7 +24,7 @@ from titanlite.models.base import Decoder, DecoderConfig, HeadFn, logits
 from titanlite.models.layers import Head, Linear, RMSNorm, RopeScaling, SwiGLU, apply_rope, rope_tables
 
 INIT_STD = 0.02
-INIT_FIELDS = ("matrix_init_std", "depth_scaled_init")  # decide initial weights only
+INIT_FIELDS = ("matrix_init_std", "depth_scaled_init", "router_init_std")  # decide initial weights only
 ROPE_FIELDS = {  # the fields that each type of rotary scaling reads
     "linear": {"rope_factor"},
     "llama3": {

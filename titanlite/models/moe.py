@@ -18,6 +18,7 @@ from torch import nn
 from titanlite.config.component import ConfigError
 from titanlite.models.base import Index, ModelFamily, Role, is_adapter
 from titanlite.models.decoder import (
+    INIT_STD,
     MLP_PLAN,
     AttentionLayer,
     MakeMLP,
@@ -35,12 +36,14 @@ MULTIPLE = 8  # grouped products in bf16 need rows of a multiple of 16 bytes
 class MoEConfig(RotaryConfig):
     """The architecture of one flavor with experts. `n_experts`: experts per layer. `n_experts_per_token`: the
     experts that each token chooses. `moe_hidden_dim`: hidden units of one expert. `norm_topk_prob`: whether
-    the weights of a token's experts are divided by their sum. `hidden_dim`: hidden units of dense layers."""
+    the weights of a token's experts are divided by their sum. `hidden_dim`: hidden units of dense layers.
+    `router_init_std`: standard deviation of the initial routers."""
 
     n_experts: int
     n_experts_per_token: int
     moe_hidden_dim: int
     norm_topk_prob: bool
+    router_init_std: float = INIT_STD
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -311,6 +314,11 @@ class MoEDecoder(RotaryDecoder):
         if matrix == "gate_up_proj":
             rows = {"gate_proj": slice(0, num_rows // 2), "up_proj": slice(num_rows // 2, num_rows)}
         return [(f"{module}.{n}.{part}.weight", (n, rows[part])) for n in range(num_experts) for part in rows]
+
+    def init_normal(self, name: str) -> tuple[float, float]:
+        if self.parameter_role(name) == "router":
+            return 0.0, self.config.router_init_std
+        return super().init_normal(name)
 
     def initial_buffer(self, name: str) -> torch.Tensor:
         buffer = self.get_buffer(name)

@@ -7,7 +7,7 @@ what the first steps learn is the frequencies of the tokens."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -19,12 +19,14 @@ from titanlite.errors import Diverged
 from titanlite.losses import Loss
 from titanlite.mesh import ALONE
 from titanlite.models.base import Decoder, ModelFamily, logits
+from titanlite.models.load_balance import LoadBalance
+from titanlite.models.moe import Router, moe_layers_of
 from titanlite.optim.base import Optimizer, guarded_step, set_lr
 from titanlite.parallel.apply import ParallelSettings, parallelize
 from titanlite.parallel.clip import Clipper, grad_norms
 from titanlite.runtime.training import Training
 
-EMBEDDING, LOGITS = "embedding", "logits"
+EMBEDDING, LOGITS, ROUTER = "embedding", "logits", "router"
 TOLERANCE = 0.1
 TINY = 1e-30  # in place of an RMS of 0, which has no logarithm
 LAST_LR = 0.25  # share of the peak learning rate in the last step, to which the rate rises linearly
@@ -40,6 +42,7 @@ class Trial:
     batches: Sequence[Batch]
     seed: int
     device: torch.device
+    moe: LoadBalance = field(default_factory=LoadBalance)
 
 
 class Size(NamedTuple):
@@ -51,8 +54,9 @@ class Size(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """Slopes of log(root mean square) over log(width). `output`: after the steps. None for the logits, whose
-    change may also fall with the width: under the rules, the initial head adds width ** -0.5 to both."""
+    """Slopes of log(root mean square) over log(width). `output`: after the steps. None for the logits of the
+    head and of routers, whose change may also fall with the width: under the rules, the initial weights add
+    width ** -0.5 to both."""
 
     output: float | None
     change: float
@@ -81,7 +85,7 @@ def measure(
     device = trial.device
     net = model.build_on_meta()
     optimizer.check(net)
-    sharded = parallelize(net, trial.loss, ALONE, ParallelSettings())
+    sharded = parallelize(net, trial.loss, ALONE, ParallelSettings(moe=trial.moe))
     sharded.materialize(device, trial.seed)
     stepper = optimizer.build(sharded.net, ALONE)
     clipper = Clipper(trial.training.clip, trial.training.max_norm, sharded.net, stepper)
@@ -107,7 +111,7 @@ def measure(
 
 @torch.no_grad()
 def outputs(net: Decoder, tokens_BT: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The outputs of the embedding, of each block and of the head, in fp32."""
+    """The outputs of the embedding, of each block and of the head, and the logits of routers, in fp32."""
     by_name = dict[str, torch.Tensor]()
     blocks = list(net.blocks().items())
 
@@ -117,8 +121,16 @@ def outputs(net: Decoder, tokens_BT: torch.Tensor) -> dict[str, torch.Tensor]:
     def hook(name: str) -> Callable[..., None]:
         return lambda module, args, output: keep(name, output)
 
+    def router_hook(name: str) -> Callable[..., None]:
+        def hook(router: Router, args: tuple[torch.Tensor, ...]) -> None:
+            keep(f"{ROUTER} {name}", router.product(args[0], router.weight))
+
+        return hook
+
     hooks = [blocks[0][1].register_forward_pre_hook(lambda module, args: keep(EMBEDDING, args[0]))]
-    hooks += [block.register_forward_hook(hook(f"block {name}")) for name, block in blocks]
+    for name, block in blocks:
+        hooks += [layer.gate.register_forward_pre_hook(router_hook(name)) for layer in moe_layers_of(block)]
+        hooks.append(block.register_forward_hook(hook(f"block {name}")))
     try:
         keep(LOGITS, net(tokens_BT, None, CAUSAL, logits))
     finally:
@@ -142,10 +154,10 @@ def slopes(sizes: Mapping[int, Mapping[str, Size]]) -> dict[str, Slopes]:
         values = [max(getattr(sizes[width][name], key), TINY) for width in widths]
         return float(np.polyfit(np.log(widths), np.log(values), 1)[0])
 
-    return {
-        name: Slopes(None if name == LOGITS else slope(name, "final"), slope(name, "change"))
-        for name in names
-    }
+    def output_slope(name: str) -> float | None:
+        return None if name.startswith((LOGITS, ROUTER)) else slope(name, "final")
+
+    return {name: Slopes(output_slope(name), slope(name, "change")) for name in names}
 
 
 def _rms(x: torch.Tensor) -> float:

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from titanlite.models.base import ModelFamily
-from titanlite.planning.width import shape_at
+from titanlite.planning.width import hidden_dims, shape_at
 
 NUM_SIZES, SPACING = 4, 2.5  # by default the model's size divided by 2.5, 2.5^2, 2.5^3 and 2.5^4
 TOLERANCE = 0.1  # by how much a size may differ from the one that was asked for
-MULTIPLE = 64  # of hidden_dim: matrix products of other dims are slower on GPUs
+MULTIPLE = 64  # of hidden units: matrix products of other dims are slower on GPUs
 MAX_ASPECT_CHANGE = 4.0  # factor by which dim / n_layers may differ from the model's
 SIZE_WEIGHT = 3.0  # of the parameters beside the ratios: 3% of parameters count as 9% of a ratio
 
@@ -56,7 +56,8 @@ def widths(model: ModelFamily) -> Iterator[Width]:
         if config.dim * heads % config.n_heads:
             continue
         fields = shape_at(config, config.dim * heads // config.n_heads)
-        fields["hidden_dim"] = max(round(fields["hidden_dim"] / MULTIPLE), 1) * MULTIPLE
+        for name in hidden_dims(config):
+            fields[name] = max(round(fields[name] / MULTIPLE), 1) * MULTIPLE
         one, two = (count(model, fields | {"n_layers": num}) for num in (1, 2))
         yield Width(fields, outside=2 * one - two, per_block=two - one)
 
@@ -80,10 +81,11 @@ def _of_width(model: ModelFamily, width: Width) -> Iterator[Shape]:
     """The shapes of one width."""
     config, fields = model.config, width.fields
     group = fields["n_heads"] / fields["n_kv_heads"] / (config.n_heads / config.n_kv_heads)
-    hidden = fields["hidden_dim"] / fields["dim"] / (config.hidden_dim / config.dim)
+    scale = fields["dim"] / config.dim
+    hidden = [fields[name] / (size * scale) for name, size in hidden_dims(config).items()]
     for layers in range(1, config.n_layers + 1):
         aspect = fields["dim"] / layers / (config.dim / config.n_layers)
         if abs(math.log(aspect)) <= math.log(MAX_ASPECT_CHANGE):
-            change = sum(abs(math.log(ratio)) for ratio in (aspect, group, hidden))
+            change = sum(abs(math.log(ratio)) for ratio in (aspect, group, *hidden))
             parameters = width.outside + layers * width.per_block
             yield Shape(fields | {"n_layers": layers}, parameters, change)

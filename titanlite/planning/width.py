@@ -4,10 +4,15 @@ They are those of muP (Yang et al. 2022, arXiv 2203.03466, table 8), for models 
 heads of the same size. With m = width / base width, relative to the settings at the base width:
 
     initial matrices of the blocks     standard deviation / sqrt(m)
-    their learning rate                / m ** p, where p is Optimizer.width_exponent: 1 for AdamW
+    initial routers                    standard deviation / m
+    the learning rate of both          / m ** p, where p is Optimizer.width_exponent: 1 for AdamW
     their weight decay                 * m ** p, because each step decays by learning rate x weight decay
     logits                             / m
     embedding, head, norms             as at the base width
+
+The numbers of experts stay, and an expert's matrices are matrices of the blocks. A router has a fixed number
+of outputs, as the head has (Malasnicki et al. 2025, arXiv 2508.09752): with larger initial weights its
+gradient would outweigh, in a wide model, that of the experts.
 """
 
 from __future__ import annotations
@@ -20,16 +25,36 @@ from fnmatch import fnmatchcase
 
 from titanlite.config.component import ConfigError
 from titanlite.models.base import Decoder, DecoderConfig, ModelFamily
-from titanlite.models.moe import MoEConfig
+from titanlite.models.deepseek_v3 import DeepSeekV3Config
+from titanlite.models.moe import MULTIPLE, MoEConfig
 from titanlite.optim.base import Optimizer, ParamGroup
 
 SCALED_FIELDS = ("logit_scale", "matrix_init_std")  # of the model's config, which the rules set
+ROUTER_FIELD = "router_init_std"  # set, too, if the model has experts
 
 
 def check_widths(config: DecoderConfig) -> None:
     """Raises ConfigError if there are no rules for other widths of such a model."""
-    if isinstance(config, MoEConfig):
-        raise ConfigError("other widths of models with experts are not supported yet", "model.name")
+    if isinstance(config, DeepSeekV3Config):
+        raise ConfigError(
+            "there are no rules for other widths of latent attention: its ranks, and the key that all heads "
+            "share, do not grow with the number of heads",
+            "model.name",
+        )
+
+
+def hidden_dims(config: DecoderConfig) -> dict[str, int]:
+    """The fields of `config` with hidden units, which are in proportion to the width, and their values."""
+    names = ("hidden_dim", "moe_hidden_dim") if isinstance(config, MoEConfig) else ("hidden_dim",)
+    return {name: getattr(config, name) for name in names if getattr(config, name)}
+
+
+def hidden_dims_at(config: DecoderConfig, width: int) -> dict[str, int]:
+    """hidden_dims for dim = `width`. Those of experts are multiples of what their products need."""
+    fields = {name: max(round(size * width / config.dim), 1) for name, size in hidden_dims(config).items()}
+    if "moe_hidden_dim" in fields:
+        fields["moe_hidden_dim"] = max(round(fields["moe_hidden_dim"] / MULTIPLE), 1) * MULTIPLE
+    return fields
 
 
 def shape_at(config: DecoderConfig, width: int) -> dict[str, int]:
@@ -51,7 +76,7 @@ def shape_at(config: DecoderConfig, width: int) -> dict[str, int]:
         "dim": width,
         "n_heads": heads,
         "n_kv_heads": max(k for k in range(1, most + 1) if heads % k == 0),
-        "hidden_dim": round(config.hidden_dim * width / config.dim),
+        **hidden_dims_at(config, width),
     }
 
 
@@ -74,7 +99,10 @@ def scales_at(config: DecoderConfig, multiple: float) -> dict[str, float]:
     """The fields of the model that the rules set, for a model that is `multiple` times as wide as the model
     that `config` was tuned for."""
     scale, std = (getattr(config, name) for name in SCALED_FIELDS)
-    return dict(zip(SCALED_FIELDS, (scale / multiple, std / math.sqrt(multiple))))
+    scales = dict(zip(SCALED_FIELDS, (scale / multiple, std / math.sqrt(multiple))))
+    if isinstance(config, MoEConfig):
+        scales[ROUTER_FIELD] = config.router_init_std / multiple
+    return scales
 
 
 def param_groups_at(optimizer: Optimizer, net: Decoder, multiple: float) -> list[ParamGroup]:

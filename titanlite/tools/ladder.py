@@ -216,7 +216,7 @@ def _length(job: Job, num_ranks: int) -> Length:
 def _plan(job: Job, runs: Sequence[LadderRun], options: Namespace) -> list[str]:
     """The models, the runs, and what they cost."""
     shapes, num_gpus = {run.size: run.shape for run in runs}, options.gpus_per_trial
-    keys = ["dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim"]
+    keys = ["dim", "n_layers", "n_heads", "n_kv_heads", *rules.hidden_dims(job.model.config)]
     models = [["size", "parameters", *keys]]
     for size, shape in shapes.items():
         models.append([size, f"{shape.parameters:,}", *(str(shape.fields[key]) for key in keys)])

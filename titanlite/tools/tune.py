@@ -50,6 +50,7 @@ from titanlite.tools import find_batch, ladder, search
 from titanlite.tools import measure as measure_machine
 
 MAX_BLOCKS, MAX_IDS = 4, 1024
+MAX_EXPERTS, MAX_CHOSEN = 8, 2  # of a layer, and of a token
 BATCH = 4, 64  # sequences, tokens
 
 
@@ -85,7 +86,7 @@ def coordinate_check(job: Job, options: Namespace) -> int:
     with Progress(total=total, desc="coordinate check", unit="step", delay=2, leave=False) as progress:
         for seed in seeds:
             batches = random_batches(options.steps, BATCH, num_ids, seed)
-            trial = Trial(job.loss, job.training, batches, seed, device)
+            trial = Trial(job.loss, job.training, batches, seed, device, job.moe)
             for width, (model, optimizer) in runs.items():
                 sizes[width].append(measure(model, optimizer, trial, progress.update))
     mean = {width: averaged(measured) for width, measured in sizes.items()}
@@ -98,8 +99,8 @@ def coordinate_check(job: Job, options: Namespace) -> int:
 
 
 def _small(job: Job, widths: Sequence[int]) -> ModelFamily:
-    """The job's model at the smallest width, with few blocks, a small vocabulary, and heads so small that
-    there are enough queries for at least one key and value head."""
+    """The job's model at the smallest width, with few blocks and experts, a small vocabulary, and heads so
+    small that there are enough queries for at least one key and value head."""
     config, width = job.model.config, min(widths)
     rules.check_widths(config)
     head_dim, group = config.head_dim, config.n_heads // config.n_kv_heads
@@ -113,9 +114,14 @@ def _small(job: Job, widths: Sequence[int]) -> ModelFamily:
         "n_heads": kv_heads * group,
         "n_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "hidden_dim": max(round(config.hidden_dim * width / config.dim), 1),
         "vocab_size": min(config.vocab_size, MAX_IDS),
+        **rules.hidden_dims_at(config, width),
     }
+    if job.model.num_experts:
+        fields |= {
+            "n_experts": min(config.n_experts, MAX_EXPERTS),
+            "n_experts_per_token": min(config.n_experts_per_token, MAX_CHOSEN),
+        }
     return replace(job.model, overrides=job.model.overrides | fields)
 
 

@@ -9,7 +9,9 @@ from titanlite.job import load_job
 from titanlite.planning.ladder import MULTIPLE, SPACING, Shape, candidates, count, default_sizes, nearest
 
 
-@pytest.mark.parametrize("config", ["llama3_125m", full("llama3_8b"), "qwen3_30m", full("qwen3_0_6b")])
+@pytest.mark.parametrize(
+    "config", ["llama3_125m", full("llama3_8b"), "qwen3_30m", full("qwen3_0_6b"), full("olmoe_1b_7b")]
+)
 def test_shapes_resemble_the_job(config: str) -> None:
     model = load_job(config, world_size=None).model
     job, whole, candidate_shapes = model.config, count(model, {}), candidates(model)
@@ -24,8 +26,11 @@ def test_shapes_resemble_the_job(config: str) -> None:
         assert 0.9 < shape.parameters / size < 1.1
         assert fields["dim"] == fields["n_heads"] * job.dim // job.n_heads
         assert fields["n_heads"] % fields["n_kv_heads"] == 0
-        assert fields["hidden_dim"] % MULTIPLE == 0
-        assert fields["hidden_dim"] / fields["dim"] == pytest.approx(job.hidden_dim / job.dim, rel=0.07)
+        hidden_dims = [name for name in ("hidden_dim", "moe_hidden_dim") if name in fields]
+        assert hidden_dims == (["moe_hidden_dim"] if model.num_experts else ["hidden_dim"])
+        for name in hidden_dims:
+            assert fields[name] % MULTIPLE == 0
+            assert fields[name] / fields["dim"] == pytest.approx(getattr(job, name) / job.dim, rel=0.07)
         group = fields["n_heads"] / fields["n_kv_heads"] / (job.n_heads / job.n_kv_heads)
         aspect = fields["dim"] / fields["n_layers"] / (job.dim / job.n_layers)
         assert 0.6 < group < 1.7

@@ -12,7 +12,9 @@ import tests.support.parallel_residual  # noqa: F401  (registers its family)
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.models.base import ModelFamily
+from titanlite.models.deepseek_v3 import DeepSeekV3
 from titanlite.models.llama3 import Llama3
+from titanlite.models.olmoe import Olmoe
 from titanlite.models.qwen3 import Qwen3
 from titanlite.models.qwen3_moe import Qwen3MoE
 from titanlite.optim.adamw import AdamW
@@ -41,10 +43,38 @@ def test_shapes_keep_their_ratios() -> None:
         shape_at(config, 100)
 
 
-def test_widths_of_experts_are_refused() -> None:
-    model = Qwen3MoE(flavor="debug")
-    with pytest.raises(ConfigError, match="other widths of models with experts are not supported yet"):
-        shape_at(model.config, 2 * model.config.dim)
+def test_shapes_of_experts_keep_their_ratios() -> None:
+    config = Olmoe(flavor="1B-7B").config
+    wanted = {"dim": 512, "n_heads": 4, "n_kv_heads": 4, "moe_hidden_dim": 256}
+    assert shape_at(config, 512) == wanted, "no block has hidden_dim; the experts are as many"
+    assert shape_at(Qwen3MoE(flavor="30B-A3B").config, 384)["moe_hidden_dim"] == 144
+    assert shape_at(Qwen3MoE(flavor="debug").config, 160)["moe_hidden_dim"] == 240
+    uneven = replace(Qwen3MoE(flavor="debug").config, moe_hidden_dim=72)
+    assert shape_at(uneven, 160)["moe_hidden_dim"] == 88, "90 is no multiple of 8"
+
+
+def test_widths_of_latent_attention_are_refused() -> None:
+    config = DeepSeekV3(flavor="debug").config
+    with pytest.raises(ConfigError, match="there are no rules for other widths of latent attention"):
+        shape_at(config, 2 * config.dim)
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(lr=1e-3), Muon(lr=1e-3, adjust_lr_fn="spectral")], ids=str)
+def test_a_router_is_scaled_as_an_output_and_experts_as_matrices(optimizer: Optimizer) -> None:
+    model = Qwen3MoE(flavor="debug", overrides={"n_layers": 1, "vocab_size": 256})
+    scales = scales_at(model.config, 4.0)
+    assert scales == {"logit_scale": 0.25, "matrix_init_std": 0.01, "router_init_std": 0.005}
+    net = replace(model, overrides=model.overrides | scales).build_on_meta()
+    prefix = "model.layers.0.mlp."
+    assert net.init_normal(f"{prefix}gate.weight") == (0.0, 0.005)
+    assert net.init_normal(f"{prefix}experts.gate_up_proj") == (0.0, 0.01)
+    wide = replace(optimizer, param_groups=param_groups_at(optimizer, net, 4.0))
+    rates = {name: group.peak_lr for group, names in wide.grouped(net).items() for name in names}
+    assert rates[f"{prefix}gate.weight"] == pytest.approx(1e-3 / 4)
+    experts = 1e-3 / 4 if isinstance(optimizer, AdamW) else 1e-3
+    for name in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "self_attn.q_proj.weight"):
+        assert rates[f"model.layers.0.{name}"] == pytest.approx(experts), name
+    assert rates["model.norm.weight"] == rates["model.embed_tokens.weight"] == 1e-3
 
 
 def test_scales() -> None:

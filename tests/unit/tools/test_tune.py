@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,13 +15,22 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.shipped import shipped_configs
 from titanlite.job import load_job
+from titanlite.optim.base import ParamGroup
+from titanlite.planning import width as rules
 from titanlite.planning.coordinate_check import Size, Slopes, slopes
+from titanlite.planning.width import param_groups_at
 from titanlite.tools.tune import at_width, table, verdict
 
 ROOT = Path(__file__).resolve().parents[3]
 
 CHECK = ["tune", "debug", "--coordinate-check"]
 SMALL = [*CHECK, "--widths=128,256,512", "--seeds=1", "--model.overrides.n_layers=1"]
+FEW = ("--widths=128,256,512", "--model.overrides.n_layers=2")
+EXPERT_KEYS = [
+    (*FEW, "--model.name=qwen3_moe"),
+    (*FEW, "--model.name=olmoe", "--moe.load_balance=none"),
+    (*FEW, "--model.name=qwen3_moe", "--optimizer.name=muon", "--optimizer.adjust_lr_fn=spectral"),
+]
 MUON = ["--optimizer.name=muon", "--widths=128,256,512"]
 
 
@@ -47,12 +57,41 @@ def test_control_the_standard_parametrisation_fails(capsys: pytest.CaptureFixtur
     assert float(row.split()[-2]) > 0.5
 
 
+EXPERTS = ["tune", "moe_debug", *SMALL[2:]]
+
+
+def test_the_rules_pass_with_experts() -> None:
+    assert cli.run(EXPERTS) == 0
+
+
+@pytest.mark.full
+def test_control_experts_fail_without_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([*EXPERTS, "--standard"]) == 1
+    rows = {line[:8]: line.split() for line in capsys.readouterr().out.splitlines()}
+    assert float(rows["router 0"][-1]) > 0.5
+    assert float(rows["block 0 "][-2]) > 0.5
+
+
+@pytest.mark.full
+def test_control_a_router_that_keeps_its_rate_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the check of its own logits sees it: its share of a block's output is small."""
+
+    def without_router(*args: Any) -> list[ParamGroup]:
+        return [group for group in param_groups_at(*args) if "mlp.gate" not in group.pattern]
+
+    monkeypatch.setattr(rules, "param_groups_at", without_router)
+    assert cli.run(EXPERTS) == 1
+    assert "failed: a slope of router 0" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", shipped_configs())
-def test_every_shipped_model_without_experts_can_be_checked(name: str) -> None:
+def test_every_shipped_model_can_be_checked(name: str) -> None:
     job = load_job(name, world_size=None)
     options, _ = tune_arguments([name, "--coordinate-check"])
-    if job.model.num_experts:
-        with pytest.raises(ConfigError, match="other widths of models with experts are not supported yet"):
+    if job.model.name == "deepseek_v3":
+        with pytest.raises(ConfigError, match="there are no rules for other widths of latent attention"):
             at_width(job, options.widths[0], options)
         return
     groups = set()
@@ -77,6 +116,8 @@ def recorded(name: str) -> tuple[dict[int, dict[str, Size]], dict[str, Slopes]]:
     [
         ("with the rules", "coordinate_check_2_cores.json"),
         ("without rules", "coordinate_check_standard_2_cores.json"),
+        ("experts, with the rules", "coordinate_check_moe_2_cores.json"),
+        ("experts, without rules", "coordinate_check_moe_standard_2_cores.json"),
     ],
 )
 def test_docs_quote_the_recorded_checks(title: str, name: str) -> None:
@@ -105,7 +146,7 @@ def test_the_base_width_keeps_its_settings(capsys: pytest.CaptureFixture[str]) -
     [
         *map(full, [
             [], ["--model.name=qwen3"], ["--model.overrides.tie_word_embeddings=false"],
-            MUON, [*MUON, "--optimizer.adjust_lr_fn=spectral"],
+            MUON, [*MUON, "--optimizer.adjust_lr_fn=spectral"], *map(list, EXPERT_KEYS),
         ]),
     ],
     ids=str,
