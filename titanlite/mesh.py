@@ -166,7 +166,11 @@ class Parallelism:
     @property
     def fewest_ranks(self) -> int:
         """The smallest number of ranks that the degrees allow."""
-        return math.prod(max(getattr(self, key), 1) for key in KEYS)
+        product = math.prod(max(getattr(self, key), 1) for key in KEYS)
+        if self.data_parallel_shard_degree != -1:
+            return product
+        others = self.context_parallel_degree * self.tensor_parallel_degree
+        return product * self.expert_parallel_degree // math.gcd(self.expert_parallel_degree, others)
 
     def degrees(self, world_size: int) -> Degrees:
         """The degrees on `world_size` ranks. Raises ConfigError unless their product is `world_size`."""

@@ -124,8 +124,8 @@ def _load(file: Path, name: str, stored: Any, region: Region) -> torch.Tensor:
 
 
 def warn_of_generation_settings(weights: Weights, tokenizer: Tokenizer) -> None:
-    """Warn of settings in the directory's generation_config.json that exports will lack, because an export
-    takes its settings from the tokenizer's folder."""
+    """Warn of settings in the directory's generation_config.json that exports will not have, because an
+    export takes its settings from the tokenizer's folder."""
     file = weights.path / "generation_config.json"
     if weights.kind != KIND or not file.exists():
         return
@@ -133,7 +133,7 @@ def warn_of_generation_settings(weights: Weights, tokenizer: Tokenizer) -> None:
     lost = [key for key, value in read_object(file).items() if ours.get(key, SETTINGS.get(key)) != value]
     if lost := [key for key in lost if key != "transformers_version" and not key.startswith("_")]:
         logger.warning(
-            f"{file}: exports will lack {', '.join(lost)}, because they take the tokenizer's settings; "
+            f"{file}: exports will have other values of {', '.join(lost)}, or none: those of the tokenizer; "
             f"--tokenizer.name=huggingface --tokenizer.path={weights.path} keeps them"
         )
 

@@ -47,6 +47,12 @@ def to_filter(value: list[str] | str) -> Values:
     return {"float8.filter_fqns": []}
 
 
+def to_exchange(value: str) -> Values:
+    if value != "standard":
+        raise ValueError("titanlite has 'all_to_all' and 'gather', and chooses by the degree")
+    return {"parallelism.expert_parallel_comm_backend": "default"}
+
+
 def text_of(key: str) -> Conversion:
     """Return the conversion of a data set's name or path to a source of text files."""
     return Conversion(key, lambda value: {key: [{"name": "text", "path": [value]}]}, "a folder of text")
@@ -81,6 +87,9 @@ CONVERTED = {
     "model.tokenizer_path": TOKENIZER,
     "optimizer.name": Conversion("optimizer.name", to_optimizer, "in lower case"),
     "quantize.linear.float8.filter_fqns": FILTER,
+    "parallelism.expert_parallel_comm_backend": Conversion(
+        "parallelism.expert_parallel_comm_backend", to_exchange, "`default` if it is `standard`"
+    ),
     "training.dataset": text_of("data.sources"),
     "training.dataset_path": text_of("data.sources"),
     "validation.dataset": text_of("data.validation_sources"),
@@ -95,14 +104,12 @@ _REASONS = {  # reason why there is no counterpart: keys; a key that ends with a
         experimental.custom_args_module experimental.custom_import fault_tolerance. job.custom_config_module
         memory_estimation. metrics.disable_color_printing mx. optimizer.early_step_in_backward
         parallelism.context_parallel_load_balancer parallelism.context_parallel_rotate_method
-        parallelism.enable_async_tensor_parallel parallelism.enable_compiled_autograd quantize.grouped_mm.
+        activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns
+        parallelism.enable_async_tensor_parallel parallelism.enable_compiled_autograd
+        parallelism.pipeline_parallel_expert_parallel_overlap quantize.grouped_mm.
         quantize.linear.mx. training.dtype training.gc_debug
     """,
     "experts are not sharded inside": "parallelism.expert_tensor_parallel_degree",
-    "for models with experts": """
-        activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns
-        parallelism.expert_parallel_comm_backend parallelism.pipeline_parallel_expert_parallel_overlap
-    """,
     "always so": """
         checkpoint.create_seed_checkpoint checkpoint.enable_ft_dataloader_checkpoints compile.components
         float8.precompute_float8_dynamic_scale_for_fsdp job.save_config_file metrics.save_for_all_ranks

@@ -354,8 +354,10 @@ class DeepSeekV3(MoEFamily, name="deepseek_v3"):
     def from_hf_config(cls, config: dict[str, Any]) -> ModelFamily:
         for key, value in HF_FIXED.items():
             if config.get(key) not in (None, value):
+                remedy = ": set it to 0 if the files have no weights of such layers"
                 raise ConfigError(
                     f"config.json: {key} = {json.dumps(config[key])}; only {json.dumps(value)} is supported"
+                    + remedy * (key == "num_nextn_predict_layers")
                 )
         if missing := [key for key in (*HF_FIELDS, "qk_nope_head_dim") if config.get(key) is None]:
             raise ConfigError(f"config.json has no {missing[0]}")

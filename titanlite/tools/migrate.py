@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 def migrate(source: Path) -> tuple[str, list[str]]:
     """Return the TOML text and its TO DO lines. Raises ConfigError for a file that is already titanlite's,
-    and for a model that titanlite does not have."""
+    and for a model that `migrate_model` refuses."""
     tree, _ = toml.read(source)
     if "data" in tree:  # a section of titanlite that torchtitan does not have
         raise ConfigError(f"{source} is already a titanlite file: `titanlite config {source}` checks it")
@@ -95,11 +95,12 @@ def migrate(source: Path) -> tuple[str, list[str]]:
 
 
 def migrate_model(theirs: Values, source: Path) -> tuple[Values, list[str]]:
-    """Return titanlite's keys for torchtitan's model, and TO DO lines. Raises ConfigError for a model that
-    titanlite does not have."""
+    """Return titanlite's keys for torchtitan's model, and TO DO lines. Raises ConfigError for any other model
+    than those of FLAVORS."""
     name, flavor = theirs.get("model.name", "llama3"), str(theirs.get("model.flavor", "debugmodel"))
     if name not in tables.FLAVORS:
-        raise ConfigError(f"{source}: model.name = {name!r}: titanlite has {' and '.join(tables.FLAVORS)}")
+        known = " and ".join(tables.FLAVORS)
+        raise ConfigError(f"{source}: model.name = {name!r}: only files of {known} can be migrated")
     flavors = tables.FLAVORS[name]
     ending = next((ending for ending in tables.MASKED if flavor.endswith(ending)), "")
     plain = flavor.removesuffix(ending)

@@ -166,3 +166,17 @@ def test_rows_are_sorted_by_expert_and_then_by_rank() -> None:
     assert order[place[:-1]].tolist() == list(range(len(rows)))
     assert place[-1] == len(rows), "a pair without a row"
     assert len(_order_by_expert(torch.zeros(2, 3, dtype=torch.int64), 0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks"),
+    [
+        ({"expert_parallel_degree": 4}, 4),
+        ({"expert_parallel_degree": 4, "tensor_parallel_degree": 2}, 4),
+        ({"expert_parallel_degree": 4, "tensor_parallel_degree": 8}, 8),
+        ({"expert_parallel_degree": 2, "pipeline_parallel_degree": 2}, 4),
+        ({"expert_parallel_degree": 2, "data_parallel_shard_degree": 1}, 1),  # refused by check
+    ],
+)
+def test_the_fewest_ranks_hold_the_expert_axis(keys: dict[str, int], ranks: int) -> None:
+    assert Parallelism(**keys).fewest_ranks == ranks

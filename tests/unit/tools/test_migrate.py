@@ -257,12 +257,12 @@ def test_values_that_are_converted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model.name": "llama4"}, "model.name = 'llama4': titanlite has llama3 and qwen3"),
+        ({"model.name": "llama4"}, "model.name = 'llama4': only files of llama3 and qwen3 can be migrated"),
         ({"model.flavor": "9B"}, "model.flavor = '9B' (known: debugmodel, 8B, 70B, 405B)"),
         ({"model.name": "qwen3", "model.flavor": "30B"}, "model.flavor = '30B'"),
     ],
 )
-def test_a_model_that_titanlite_lacks_is_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+def test_a_model_that_cannot_be_migrated_is_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as e:
         migrate(write(tmp_path, keys))
     assert message in str(e.value)

@@ -117,7 +117,7 @@ def test_what_another_tokenizer_leaves_behind_is_told(
     assert cli.run(["import", str(instruct), str(target), str(config), *keys_of(MODEL)]) == 0
     said = capsys.readouterr().err
     edit(instruct / "generation_config.json", output_attentions=False)  # as transformers has it anyway
-    lost = "exports will lack eos_token_id, pad_token_id, do_sample, temperature"
+    lost = "exports will have other values of eos_token_id, pad_token_id, do_sample, temperature"
     assert f"{instruct}/generation_config.json: {lost}" in said
     assert f"--tokenizer.name=huggingface --tokenizer.path={instruct}" in said
     assert "output_attentions" not in said
