@@ -262,7 +262,9 @@ def test_values_that_are_converted(tmp_path: Path) -> None:
         ({"model.name": "qwen3", "model.flavor": "30B"}, "model.flavor = '30B'"),
     ],
 )
-def test_a_model_that_cannot_be_migrated_is_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+def test_a_model_that_cannot_be_migrated_is_refused(
+    tmp_path: Path, keys: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError) as e:
         migrate(write(tmp_path, keys))
     assert message in str(e.value)
