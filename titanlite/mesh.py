@@ -155,6 +155,12 @@ class Parallelism:
         not shard experts, so that FSDP shards them over the tensor-parallel ranks, too."""
         return self.expert_parallel_degree > 1 or self.tensor_parallel_degree > 1
 
+    def gathers_tokens(self, num_chosen: int) -> bool:
+        """Whether expert parallel gathers all tokens, of which each has `num_chosen` experts. By default, if
+        the ranks are not more than the copies of a token that an all-to-all would send."""
+        degree, backend = self.expert_parallel_degree, self.expert_parallel_comm_backend
+        return degree > 1 and (backend == "gather" or (backend == "default" and degree <= num_chosen))
+
     def describe(self, degrees: Degrees, num_experts: int) -> str:
         """The layout in words, such as `dp_shard 4`. With experts on axes of their own also these, such as
         `dp_shard 4, experts: expert_fsdp 2 x expert 2`."""

@@ -61,7 +61,7 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
     zero_bubble = mesh.pp is not None and parallelism.pipeline_parallel_schedule in ZERO_BUBBLE
     loads = ExpertLoads(net, settings.moe, mesh, zero_bubble, settings.clock, mesh.expert_degree)
     apply_float8(net, float8, sharded=mesh.device_mesh is not None, ranks=mesh.degrees.tp)
-    apply_expert_parallel(net, mesh, parallelism.expert_parallel_comm_backend)
+    apply_expert_parallel(net, mesh, parallelism)
     head_fn_for_logits: HeadFn = logits
     vocabulary, gather = WHOLE_VOCABULARY, None
     if mesh.degrees.tp == 1:

@@ -65,17 +65,15 @@ def _divisors(*numbers: int) -> str:
     return ", ".join(map(str, divisors))
 
 
-def apply_expert_parallel(net: Decoder, mesh: Mesh, comm_backend: str) -> None:
+def apply_expert_parallel(net: Decoder, mesh: Mesh, parallelism: Parallelism) -> None:
     """Partition the experts of `net` over the ranks, in place, if they have axes of their own. Call it before
-    all other transforms. `comm_backend`: parallelism.expert_parallel_comm_backend."""
+    all other transforms."""
     if not mesh.shards_experts_apart:
         return
     for layer in moe_layers_of(net):
         _partition(layer.experts, mesh)
         if mesh.expert_degree > 1:
-            # Bytes per token: K copies against S, the ranks of the group.
-            gathers = {"default": mesh.expert_degree <= layer.gate.num_chosen, "gather": True}
-            dispatch = Gather if gathers.get(comm_backend, False) else AllToAll
+            dispatch = Gather if parallelism.gathers_tokens(layer.gate.num_chosen) else AllToAll
             layer.dispatch = dispatch(mesh.expert.get_group())
 
 

@@ -15,6 +15,8 @@ experts and the product again in the backward, and keeps besides:
 
     routed    d    input of the router in fp32
     routing        scores of all experts in fp32; numbers, places and weights of the token's experts
+    received       with expert parallel: the rows that came from other ranks, K d by an all-to-all, or those
+                   of all S ranks, S d
 
 Compiled, all of them are kept in the compute dtype. Which ones the compiler keeps was found from runs of
 llama3_1b on one H200 (activation_checkpointing_h200.json, llama3_1b_float8_h200_b16_torchtitan.json in
@@ -39,7 +41,7 @@ MODULE_OF = {
     "n1": NORMS, "n2": NORMS, "norm1": NORMS, "norm2": NORMS,
     "raw": ATTENTION, "q": ATTENTION, "k": ATTENTION, "v": ATTENTION, "out": ATTENTION, "lse": ATTENTION,
     "gate": MLP, "silu": MLP, "up": MLP, "product": MLP,
-    "routed": MLP, "routing": MLP,
+    "routed": MLP, "routing": MLP, "received": MLP,
 }  # fmt: skip
 # Kept by the mode "op": the results of attention and of products number 1, 3 and 5: q, v and gate. Of
 # experts: the router's results, and the first of their two products, gate and up.
@@ -50,8 +52,9 @@ OP_OF_EXPERTS = {"x", "q", "v", "out", "lse", "gate", "up", "routing"}
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
     """The sizes of a block, and how it is computed. `size`: bytes of the compute dtype. `is_float8`: its
-    linear layers compute in 8 bits. `tp`, `cp`: degrees. `num_experts`, `num_chosen`: the experts of the
-    block and those of a token; 0 and 1 for an MLP."""
+    linear layers compute in 8 bits. `tp`, `cp`, `ep`: degrees. `gathers_tokens`: whether expert parallel
+    gathers all tokens. `num_experts`, `num_chosen`: the experts of the block and those of a token; 0 and 1
+    for an MLP."""
 
     d: int
     q: int
@@ -64,6 +67,8 @@ class BlockShape:
     is_float8: bool
     tp: int = 1
     cp: int = 1
+    ep: int = 1
+    gathers_tokens: bool = False
     num_experts: int = 0
     num_chosen: int = 1
 
@@ -116,8 +121,10 @@ class BlockShape:
         if self.num_experts:
             routing = (4 * self.num_experts + 32 * self.num_chosen) / tp
             kept |= {"routed": 4 * self.d / tp, "routing": routing, "product": 0.0}
-            if self.compiled:  # n2 is rounded from `routed` again
-                kept["n2"] = 0.0
+            # Each rank routes its own tokens. Compiled, n2 is rounded from `routed` again.
+            kept["n2"] = 0.0 if self.compiled else self.d * size / tp
+            if self.ep > 1:
+                kept["received"] = self.num_rows * self.d * size / tp
         if not self.compiled:
             del kept["x2"]  # sums keep nothing
             kept["x"] = 0.0
@@ -135,6 +142,12 @@ class BlockShape:
                 kept |= {"n1": self.d, "n2": self.d, "product": self.h * size / tp, "out8": self.q / tp}
         return kept
 
+    @property
+    def num_rows(self) -> int:
+        """The inputs of experts on a rank, per token of the rank: a copy for each expert of the token, or the
+        tokens of all ranks along `expert`."""
+        return self.ep if self.gathers_tokens else self.num_chosen
+
     def gradients(self, repeats: bool) -> float:
         """Bytes per token of the gradients that are there at once in the backward of a block.
 
@@ -146,6 +159,8 @@ class BlockShape:
         if self.num_experts:  # at least of gate and up, which are in one tensor
             num = max(num, 2)
         rows = self.num_chosen * self.d if self.num_experts else 0
+        if self.gathers_tokens:  # of all ranks; uncompiled, a row for each pair of token and expert
+            rows = self.ep * self.d * (1 if self.compiled else self.num_chosen) + rows
         return (num * self.h + self.d + rows) * self.size / self.tp
 
 

@@ -75,6 +75,7 @@ class PlannedRun:
 
     @cached_property
     def shape(self) -> BlockShape:
+        num_chosen = getattr(self.net.config, "n_experts_per_token", 1)
         return BlockShape.of(
             self.net,
             size=self.param_dtype.itemsize,
@@ -82,6 +83,8 @@ class PlannedRun:
             is_float8=self.float8.enable and self.float8.recipe != "rowwise_with_gw_hp",
             tp=self.degrees.tp,
             cp=self.degrees.cp,
+            ep=self.parallelism.expert_parallel_degree,
+            gathers_tokens=self.parallelism.gathers_tokens(num_chosen),
         )
 
 

@@ -1,5 +1,6 @@
 """The parameters that one rank holds, from the model on the meta device and the degrees of the layout,
-without process groups. The rules are those of tensor_parallel, pipeline_parallel and fsdp in parallel/."""
+without process groups. The rules are those of tensor_parallel, expert_parallel, pipeline_parallel and fsdp in
+parallel/."""
 
 from __future__ import annotations
 
@@ -27,12 +28,13 @@ ROWS = ("embedding", "head", "colwise", "gather_colwise", "all_heads")
 
 class Tensor(NamedTuple):
     """A parameter as one rank has it. `gathered`: elements when FSDP has gathered it, of which tensor
-    parallel leaves a shard. `sharded`: elements between steps, on the rank with the largest shard.
-    `state_bytes`: of the optimizer, per element."""
+    parallel or expert parallel leaves a shard. `sharded`: elements between steps, on the rank with the
+    largest of `num_shards` shards. `state_bytes`: of the optimizer, per element."""
 
     name: str
     gathered: int
     sharded: int
+    num_shards: int
     is_trained: bool
     is_matrix: bool
     state_bytes: float
@@ -90,26 +92,34 @@ def too_many_shards(degrees: Degrees) -> str | None:
 
 class Parameter(NamedTuple):
     """A parameter of the whole model. `unit`: the number of its block, or EMBEDDING, HEAD or ROOT.
-    `sharded_dim`: the dim that tensor parallel shards; None: none."""
+    `sharded_dim`: the dim that tensor parallel shards; None: none. `is_expert`: whether it has the matrices
+    of all experts of a layer, which are not cut."""
 
     name: str
     shape: tuple[int, ...]
     unit: int | str
     sharded_dim: int | None
+    is_expert: bool
     is_trained: bool
     state_bytes: float
 
-    def on_rank(self, degrees: Degrees) -> Tensor:
+    def on_rank(self, parallelism: Parallelism, degrees: Degrees) -> Tensor:
         """The parameter as a rank has it."""
         shape = [
             -(-size // degrees.tp) if dim == self.sharded_dim else size for dim, size in enumerate(self.shape)
         ]
+        num_shards = degrees.dp_shard * degrees.cp
+        if self.is_expert and parallelism.shards_experts_apart:
+            shape[0] //= parallelism.expert_parallel_degree
+            num_shards = num_shards * degrees.tp // parallelism.expert_parallel_degree
+            if shape[0] % num_shards:  # FSDP shards the rows of the experts, in equal parts
+                shape = [shape[1], shape[0], *shape[2:]]
         rows, columns = shape[0], math.prod(shape[1:])
         return Tensor(
             name=self.name,
             gathered=rows * columns,
-            # torch gives the first ranks the larger shards
-            sharded=-(-rows // (degrees.dp_shard * degrees.cp)) * columns,
+            sharded=-(-rows // num_shards) * columns,  # torch gives the first ranks the larger shards
+            num_shards=num_shards,
             is_trained=self.is_trained,
             is_matrix=len(shape) >= 2,
             state_bytes=self.state_bytes,
@@ -131,6 +141,7 @@ def parameters_of(net: Decoder, optimizer: Optimizer) -> list[Parameter]:
                 shape=tuple(parameter.shape),
                 unit=next((unit for prefix, unit in prefixes.items() if name.startswith(prefix)), ROOT),
                 sharded_dim=_sharded_dim(net, name, parameter.ndim),
+                is_expert=net.parameter_role(name) == "expert",
                 is_trained=parameter.requires_grad,
                 state_bytes=state_bytes(optimizer, parameter, rules[name]) if name in rules else 0.0,
             )
@@ -166,7 +177,7 @@ def rank_parameters(
         chosen |= {HEAD} if len(stages) - 1 in numbers else set()
     for parameter in parameters:
         if parameter.unit in chosen:
-            by_unit.setdefault(parameter.unit, []).append(parameter.on_rank(degrees))
+            by_unit.setdefault(parameter.unit, []).append(parameter.on_rank(parallelism, degrees))
     units = {key: Unit(tensors) for key, tensors in by_unit.items()}
     return RankParameters(
         blocks={i: units[i] for i in blocks if i in units},

@@ -11,7 +11,8 @@ are not repeated; r: share of the blocks whose forward is repeated; L blocks, H 
     communication     FSDP gathers weights in the compute dtype once or twice per micro-batch, and reduces
                       gradients in fp32: hidden behind the computation, but for the first and the last unit
                       and for what takes longer. Tensor parallel: 4 all-gathers and 4 reduce-scatters of
-                      hidden states per block. Context parallel: keys and values. Both are not hidden.
+                      hidden states per block. Context parallel: keys and values. Expert parallel: tokens to
+                      their experts and back, twice. These are not hidden.
     pipeline bubble   (ranks - 1) / (micro-batches x stages per rank) of the computation
 
 The shares of the peaks were fitted to the recorded runs on one to four H200 and rounded. The errors are in
@@ -20,6 +21,7 @@ measured (calibration.py). Nothing was measured across nodes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -149,8 +151,11 @@ def _newton_schulz(run: PlannedRun, rank: RankMemory, cluster: Cluster) -> float
     mine = {tensor.name for unit in rank.parameters.blocks.values() for tensor in unit.tensors}
     groups = optimizer.grouped(run.net).items()
     names = [name for settings, names in groups if settings.rule == "muon" for name in names if name in mine]
-    shapes = [named[name].shape[-2:] for name in names]
-    flops = sum(num_flops(m, n, steps) for m, n in shapes)
+    flops = 0.0
+    for name in names:  # each expert's gate, up and down projection is a matrix by itself
+        *leading, rows, columns = named[name].shape
+        stacked = run.net.num_stacked(name)
+        flops += math.prod(leading) * stacked * num_flops(rows // stacked, columns, steps)
     ranks = degrees.dp_shard * degrees.cp * degrees.tp
     return flops / ranks / (MATMUL_SHARE * cluster.card.flops)
 
@@ -159,13 +164,14 @@ def _communication(run: PlannedRun, rank: RankMemory, cluster: Cluster, compute_
     """Seconds of communication that computation does not hide."""
     degrees, config, num = run.degrees, run.net.config, run.num_micro_batches
     size, units = run.param_dtype.itemsize, rank.parameters.units
-    shards = degrees.dp_shard * degrees.cp
-    weights, gradients = sum(u.gathered for u in units), sum(u.gradient for u in units)
+    shards, ep = degrees.dp_shard * degrees.cp, run.parallelism.expert_parallel_degree
     rate = _rate(cluster, degrees.tp, shards)
-    ring = (shards - 1) / shards
     gathers = 2 if shards > 1 and degrees.pp == 1 else 1
     reduces = num if run.parallelism.fsdp_reduce == "micro_batch" else 1
-    fsdp = (num * gathers * size * weights + 4 * reduces * gradients) * ring / rate
+    fsdp = 0.0
+    for t in (t for unit in units for t in unit.tensors):
+        moved = num * gathers * size + 4 * reduces * t.is_trained
+        fsdp += moved * t.gathered * (t.num_shards - 1) / t.num_shards / rate
     if degrees.dp_replicate > 1:
         copies = 2 * (degrees.dp_replicate - 1) / degrees.dp_replicate
         between = _rate(cluster, degrees.tp * shards, degrees.dp_replicate)
@@ -179,7 +185,15 @@ def _communication(run: PlannedRun, rank: RankMemory, cluster: Cluster, compute_
     tensor = 8 * passes * blocks * num * sent / _rate(cluster, 1, degrees.tp)
     keys = 2 * config.n_kv_heads * config.head_dim * size * run.tokens / degrees.tp
     context = 2 * blocks * num * keys * (degrees.cp - 1) / _rate(cluster, degrees.tp, degrees.cp)
-    return {"FSDP's communication": exposed, "tensor parallel": tensor, "context parallel": context}
+    # Received per token in one direction: its copies from other ranks, or the tokens of the other ranks.
+    rows = ep - 1 if run.shape.gathers_tokens else run.shape.num_chosen * (ep - 1) / ep
+    expert = 4 * passes * blocks * num * rows * hidden / degrees.tp / _rate(cluster, 1, ep)
+    return {
+        "FSDP's communication": exposed,
+        "tensor parallel": tensor,
+        "context parallel": context,
+        "expert parallel": expert,
+    }
 
 
 def _rate(cluster: Cluster, stride: int, ranks: int) -> float:

@@ -86,20 +86,8 @@ def decisive_keys(job: Job) -> dict[str, Any]:
     return dict(json.loads(json.dumps(keys, default=str)))
 
 
-def check_experts_are_counted(job: Job) -> None:
-    """Raises ConfigError for experts on axes of their own, whose memory and communication no rule counts."""
-    parallelism = job.parallelism
-    if job.model.num_experts and parallelism.shards_experts_apart:
-        axis = "expert" if parallelism.expert_parallel_degree > 1 else "tensor"
-        raise ConfigError(
-            "memory and time of experts under expert parallel or tensor parallel are not planned yet; use 1",
-            f"parallelism.{axis}_parallel_degree",
-        )
-
-
 def planned_run(job: Job, cluster: Cluster) -> PlannedRun:
     """The sections of a job that decide the memory and the time of a step. Raises ConfigError."""
-    check_experts_are_counted(job)
     degrees = job.parallelism.degrees(cluster.gpus)
     batch = BatchLayout.of(job.training, degrees.data_parallel)
     if job.model.config.n_layers > MAX_BLOCKS:
@@ -149,7 +137,7 @@ def _plan(job: Job, options: Namespace) -> tuple[dict[str, Any], Layout]:
         "gpus": gpus,
         "gpu": card.name,
         "gpus_per_node": cluster.gpus_per_node,
-        "layout": str(run.degrees),
+        "layout": run.parallelism.describe(run.degrees, run.shape.num_experts),
         "model": model,
         "run": length,
         "memory": _memory(layout, cluster),
@@ -188,7 +176,6 @@ def _refusal(job: Job) -> Callable[[PlannedRun], str | None]:
         )
         try:
             changed.check(math.prod(run.degrees))
-            check_experts_are_counted(changed)
             if run.degrees.tp not in checked:
                 run.optimizer.check(run.net, run.degrees.tp)
                 checked.add(run.degrees.tp)

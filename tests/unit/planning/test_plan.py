@@ -43,27 +43,46 @@ LAYOUTS = [{}, {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}]
 MORE_LAYOUTS = [*LAYOUTS, {"context_parallel_degree": 2, "tensor_parallel_degree": 2}]
 # dims that ranks do not divide evenly, and untied embeddings, as pipeline parallel needs
 MODEL = Qwen3(flavor="debug", overrides={"tie_word_embeddings": False, "dim": 65, "hidden_dim": 126})
+EXPERTS = Qwen3MoE(flavor="debug", overrides={"tie_word_embeddings": False})
+TWO_EXPERTS = Qwen3MoE(flavor="debug", overrides={"n_experts": 2, "tie_word_embeddings": False})
+EXPERT_LAYOUTS = [
+    {"expert_parallel_degree": 2},
+    {"tensor_parallel_degree": 2},
+    {"tensor_parallel_degree": 2, "expert_parallel_degree": 2},
+]
+MORE_EXPERT_LAYOUTS = [*EXPERT_LAYOUTS, {"pipeline_parallel_degree": 2, "expert_parallel_degree": 2}]
 
 
-def real_sizes(world_size: int, layouts: list[dict[str, int]]) -> list[tuple[int, dict[str, int]]]:
+def real_sizes(
+    world_size: int, model: ModelFamily, layouts: list[dict[str, int]]
+) -> list[tuple[int, dict[str, int]]]:
     """On one rank, for each layout: the coordinate along pp, and elements by parameter."""
     sizes_by_layout = []
     for keys in layouts:
         parallelism = Parallelism(**keys)  # type: ignore[arg-type]
         mesh = build_mesh(parallelism, "cpu", torch.distributed.get_rank(), world_size)
         settings = ParallelSettings(parallelism=parallelism)
-        sharded = parallelize(MODEL.build_on_meta(), ChunkedCrossEntropy(), mesh, settings)
+        sharded = parallelize(model.build_on_meta(), ChunkedCrossEntropy(), mesh, settings)
         sizes = {name: local_shard(p).numel() for name, p in sharded.net.named_parameters()}
         sizes_by_layout.append((mesh.coordinate.pp, sizes))
     return sizes_by_layout
 
 
-@pytest.mark.parametrize(("world_size", "layouts"), [(2, LAYOUTS), full(4, MORE_LAYOUTS)])
+@pytest.mark.parametrize(
+    ("world_size", "model", "layouts"),
+    [
+        (2, MODEL, LAYOUTS),
+        full(4, MODEL, MORE_LAYOUTS),
+        (2, EXPERTS, EXPERT_LAYOUTS),
+        full(4, EXPERTS, MORE_EXPERT_LAYOUTS),
+        full(4, TWO_EXPERTS, MORE_EXPERT_LAYOUTS),
+    ],
+)
 def test_planned_shards_are_those_of_the_real_transforms(
-    run_on: Callable[..., list[Any]], world_size: int, layouts: list[dict[str, int]]
+    run_on: Callable[..., list[Any]], world_size: int, model: ModelFamily, layouts: list[dict[str, int]]
 ) -> None:
-    by_rank = run_on(world_size, real_sizes, world_size, layouts)
-    net = MODEL.build_on_meta()
+    by_rank = run_on(world_size, real_sizes, world_size, model, layouts)
+    net = model.build_on_meta()
     parameters = parameters_of(net, AdamW())
     for i, keys in enumerate(layouts):
         parallelism = Parallelism(**keys)  # type: ignore[arg-type]

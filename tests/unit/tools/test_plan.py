@@ -96,11 +96,21 @@ def test_experts_are_counted_but_the_law_of_dense_models_is_not_asked(capsys: Ca
     assert plan["model"]["matmul_parameters"] == active
 
 
-@pytest.mark.parametrize("axis", ["expert", "tensor"])
-def test_experts_on_axes_of_their_own_are_refused(capsys: Capture, axis: str) -> None:
-    words = ["qwen3_30b_a3b", "--gpus=8xH200", f"--parallelism.{axis}_parallel_degree=2"]
-    assert cli.run(["plan", *words]) == 2
-    assert f"{axis}_parallel_degree: memory and time of experts under" in capsys.readouterr().err
+def test_experts_on_axes_of_their_own(capsys: Capture) -> None:
+    words = ["qwen3_30b_a3b", "--gpus=8xH200", "--parallelism.fsdp_reshard_after_forward=never"]
+    plans = {
+        degree: planned(capsys, "plan", *words, f"--parallelism.expert_parallel_degree={degree}")
+        for degree in (1, 2, 8)
+    }
+    assert plans[2]["layout"] == "dp_shard 8, experts: expert_fsdp 4 x expert 2"
+    experts_gib = 48 * 128 * 3 * 2048 * 768 * 2 / 2**30
+    for degree in (2, 8):
+        ours, theirs = plans[degree]["memory"], plans[1]["memory"]
+        assert ours["weights_gib"] == pytest.approx(theirs["weights_gib"], rel=1e-3)
+        freed = theirs["gathered_gib"] - ours["gathered_gib"]
+        assert freed == pytest.approx(experts_gib * (1 - 1 / degree), rel=0.05)
+        assert plans[degree]["time"]["parts_s"]["expert parallel"] > 0
+    assert "expert parallel" not in plans[1]["time"]["parts_s"]
 
 
 def test_a_distance_that_is_too_small_to_tell_is_not_given(capsys: Capture) -> None:
