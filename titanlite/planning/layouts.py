@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from titanlite.mesh import Degrees, Parallelism
+from titanlite.mesh import EXPERT_KEY, Degrees, Parallelism
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.planning.cards import GIB, Cluster
 from titanlite.planning.memory import OUTSIDE, RESERVED, PlannedRun, RankMemory, rank_memory
@@ -33,13 +33,18 @@ class Layout:
     def overrides(self, given: PlannedRun) -> list[str]:
         """The command-line overrides that change the `given` run into this layout."""
         degrees, training, mode = self.run.degrees, self.run.training, self.run.activation_checkpoint.mode
+        parallelism = self.run.parallelism
         keys = {
             "parallelism.pipeline_parallel_degree": (given.degrees.pp, degrees.pp),
             "parallelism.data_parallel_replicate_degree": (given.degrees.dp_replicate, degrees.dp_replicate),
             "parallelism.data_parallel_shard_degree": (given.degrees.dp_shard, degrees.dp_shard),
             "parallelism.context_parallel_degree": (given.degrees.cp, degrees.cp),
             "parallelism.tensor_parallel_degree": (given.degrees.tp, degrees.tp),
-            "parallelism.fsdp_reduce": (given.parallelism.fsdp_reduce, self.run.parallelism.fsdp_reduce),
+            f"parallelism.{EXPERT_KEY}": (
+                given.parallelism.expert_parallel_degree,
+                parallelism.expert_parallel_degree,
+            ),
+            "parallelism.fsdp_reduce": (given.parallelism.fsdp_reduce, parallelism.fsdp_reduce),
             "training.global_batch_size": (given.training.global_batch_size, training.global_batch_size),
             "training.local_batch_size": (given.training.local_batch_size, training.local_batch_size),
             "activation_checkpoint.mode": (given.activation_checkpoint.mode, mode),
@@ -80,9 +85,11 @@ def search(
 
     `refusal`: why a job cannot use a run's layout, or None. Layouts keep the global batch."""
     best, refused = list[Layout](), list[Refused]()
-    for degrees in _degrees(given, cluster):
+    for degrees, expert_degree in _degrees(given, cluster):
+        parallelism = replace(given.parallelism, expert_parallel_degree=expert_degree)
         of_modes = [
-            _largest(given, degrees, mode, cluster, refusal) for mode in ("none", "selective", "full")
+            _largest(replace(given, parallelism=parallelism), degrees, mode, cluster, refusal)
+            for mode in ("none", "selective", "full")
         ]
         fitting = [layout for layout in of_modes if isinstance(layout, Layout)]
         if fitting:
@@ -105,12 +112,12 @@ def _largest(
     for size in itertools.takewhile(lambda n: n <= MAX_MICRO_BATCH, (2**i for i in itertools.count())):
         run = _changed(given, degrees, mode, size)
         if why := refusal(run):
-            refused = refused or Refused(str(degrees), why)
+            refused = refused or Refused(run.layout, why)
             continue
         layout = assess(run, cluster)
         if layout.verdict != FITS:
             why = f"too large even with mode = {mode!r} and micro-batches of {size}"
-            refused = refused or Refused(str(degrees), why, layout.peak_gib)
+            refused = refused or Refused(run.layout, why, layout.peak_gib)
             break
         if fastest is None or layout.time.seconds <= fastest.time.seconds:
             fastest = layout
@@ -141,9 +148,20 @@ def _changed(given: PlannedRun, degrees: Degrees, mode: str, size: int) -> Plann
     )
 
 
-def _degrees(given: PlannedRun, cluster: Cluster) -> Iterator[Degrees]:
+def _degrees(given: PlannedRun, cluster: Cluster) -> Iterator[tuple[Degrees, int]]:
     """Degrees whose product is the number of GPUs: tensor parallel within a node, FSDP over all other ranks
-    or, with copies of the model (HSDP), within a node."""
+    or, with copies of the model (HSDP), within a node. And with experts, each degree of expert parallel
+    within a node."""
+    num_experts = given.shape.num_experts
+    for degrees in _dense_degrees(given, cluster):
+        most = min(MAX_DEGREE, cluster.gpus_per_node, degrees.dp_shard * degrees.cp * degrees.tp)
+        expert_degree = 1
+        while expert_degree == 1 or (num_experts and expert_degree <= most):
+            yield degrees, expert_degree
+            expert_degree *= 2
+
+
+def _dense_degrees(given: PlannedRun, cluster: Cluster) -> Iterator[Degrees]:
     powers = [2**i for i in range(MAX_DEGREE.bit_length())]
     for tp, cp, pp in itertools.product(powers, powers, [*powers, 2 * MAX_DEGREE]):
         ranks, left = divmod(cluster.gpus, tp * cp * pp)

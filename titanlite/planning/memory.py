@@ -60,6 +60,11 @@ class PlannedRun:
     device_bytes: int = 0
 
     @property
+    def layout(self) -> str:
+        """The layout in words."""
+        return self.parallelism.describe(self.degrees, self.shape.num_experts)
+
+    @property
     def is_sharded(self) -> bool:
         """Whether FSDP wraps the model; a single process shards nothing."""
         return self.degrees != Degrees(1, 1, 1, 1, 1)

@@ -137,7 +137,7 @@ def _plan(job: Job, options: Namespace) -> tuple[dict[str, Any], Layout]:
         "gpus": gpus,
         "gpu": card.name,
         "gpus_per_node": cluster.gpus_per_node,
-        "layout": run.parallelism.describe(run.degrees, run.shape.num_experts),
+        "layout": run.layout,
         "model": model,
         "run": length,
         "memory": _memory(layout, cluster),
@@ -324,7 +324,7 @@ def _has_no_fused_attention(job: Job, run: PlannedRun, cluster: Cluster) -> bool
 
 def _row(layout: Layout, given: PlannedRun, tokens: int) -> dict[str, Any]:
     return {
-        "layout": str(layout.run.degrees),
+        "layout": layout.run.layout,
         "local_batch_size": layout.run.training.local_batch_size,
         "activation_checkpoint": layout.run.activation_checkpoint.mode,
         "peak_allocated_gib": layout.peak_gib,

@@ -111,6 +111,10 @@ def test_experts_on_axes_of_their_own(capsys: Capture) -> None:
         assert freed == pytest.approx(experts_gib * (1 - 1 / degree), rel=0.05)
         assert plans[degree]["time"]["parts_s"]["expert parallel"] > 0
     assert "expert parallel" not in plans[1]["time"]["parts_s"]
+    best = planned(capsys, "plan", *words, "--model.overrides.n_layers=6", "--top=9")["layouts"]
+    degrees = {row["layout"].rpartition("x expert ")[2]: row["overrides"] for row in best}
+    assert "2" in degrees
+    assert "--parallelism.expert_parallel_degree=2" in degrees["2"]
 
 
 def test_a_distance_that_is_too_small_to_tell_is_not_given(capsys: Capture) -> None:
