@@ -166,6 +166,8 @@ class Job:
             cpu_offload=training.enable_cpu_offload,
         )
         self.moe.check(self.model.num_experts, degrees.cp * degrees.tp, trains_adapters=self.lora.enable)
+        if self.checkpoint.export_hf:
+            self.moe.check_export()
         self.lora.check(self.checkpoint.initial_load_path, self.float8.enable)
         if training.enable_cpu_offload:
             self.optimizer.check_cpu_offload()

@@ -143,6 +143,11 @@ def finish_weight_backward(module: torch.nn.Module) -> None:
             parameter.to_accumulated_grad_if_needed()
 
 
+def reshards_after_forward(module: torch.nn.Module) -> bool:
+    """Whether an FSDP module frees its gathered parameters after the forward."""
+    return all(group.post_forward_mesh_info is not None for group in _fsdp_groups(module))
+
+
 def time_fsdp_waits(
     module: torch.nn.Module, timed: Callable[[Callable[..., Any]], Callable[..., Any]], on_cuda: bool
 ) -> None:

@@ -20,6 +20,7 @@ from tests.support.load_balance import (
 )
 from tests.support.runs import history, run_in_hops, train_on_rank, weights_sha
 from tests.support.tiers import full
+from titanlite import cli
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import model_tensors
@@ -172,6 +173,7 @@ def test_a_run_resumes_on_other_ranks(run_on, tmp_path: Path, corpus: Path) -> N
     ("keys", "message"),
     [
         (["--moe.z_loss_coeff=0.1"], "the model has no experts"),
+        ([*MODEL, "--moe.force_load_balance", "--checkpoint.export_hf"], "learned no routing"),
         ([*MODEL, "--moe.load_balance=sequence", "--parallelism.context_parallel_degree=2"], "context or"),
     ],
 )
@@ -180,3 +182,13 @@ def test_settings_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         make_job(tmp_path, corpus, *keys, world_size=2)
+
+
+def test_a_model_with_forced_balance_is_not_exported(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = run_in_hops(tmp_path, corpus, [1], *MODEL, "--moe.force_load_balance")
+    assert metrics_of(job)[0]["moe/forced"] == 1
+    assert cli.run(["export", str(job.folder), str(tmp_path / "exported")]) == 2
+    assert "moe.force_load_balance: a model trained with it has learned no routing" in capsys.readouterr().err
+    assert not (tmp_path / "exported").exists()

@@ -263,6 +263,14 @@ def test_gradients_of_a_weight_backward_are_kept_in_the_reduce_dtype(
     assert run_on(2, accumulated, fold) == [dtype, dtype]
 
 
+@pytest.mark.parametrize("reshard", [True, False])
+def test_whether_fsdp_frees_gathered_parameters(reshard: bool) -> None:
+    with torch_compat.fake_process_group(0, 2):
+        net = nn.Linear(4, 4)
+        fully_shard(net, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=reshard)
+        assert torch_compat.reshards_after_forward(net) == reshard
+
+
 def calls_of_fsdp_waits(accumulate: bool) -> Counter[str]:
     calls = Counter[str]()
 

@@ -51,7 +51,7 @@ class LoadBalance:
     which keeps the logits small (Zoph et al. 2022, with 0.001)."""
     force_load_balance: bool = False
     """Give every expert the same number of tokens, in turn, whatever the router's scores are. Only for
-    measurements of speed: the model learns no routing."""
+    measurements of speed: the model learns no routing, and cannot be exported."""
 
     def __post_init__(self) -> None:
         for key in ("load_balance_coeff", "z_loss_coeff"):
@@ -82,6 +82,14 @@ class LoadBalance:
             raise ConfigError(
                 'does not work with lora.enable: the bias belongs to the frozen base model; set "none"',
                 "moe.load_balance",
+            )
+
+    def check_export(self) -> None:
+        """Raises ConfigError if a model that was trained with these settings is of no use."""
+        if self.force_load_balance:
+            raise ConfigError(
+                "a model trained with it has learned no routing, and is not exported",
+                "moe.force_load_balance",
             )
 
     def describe(self, num_experts: int) -> list[str]:

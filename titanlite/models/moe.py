@@ -70,8 +70,8 @@ class Routing(NamedTuple):
 
 def router_logits(h_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
     """The router's logits [N, E] in fp32. A product in bf16 would give one token in sixteen equal scores at
-    the last place. The weight is rounded to the dtype of `h_ND` first, because FSDP gathers it in that dtype:
-    results are the same with and without FSDP."""
+    the last place. The weight is rounded to the dtype of `h_ND` first, because FSDP gathers it in that dtype.
+    In bf16 without FSDP, Inductor leaves this rounding out: compiled, results then differ from FSDP's."""
     return F.linear(h_ND.float(), weight_ED.to(h_ND.dtype).float())
 
 

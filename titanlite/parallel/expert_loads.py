@@ -139,6 +139,8 @@ class ExpertLoads:
             "moe/router_entropy": torch.special.entr(probabilities_LE).sum(1).mean(),
             "moe/balance_loss": num_experts * (shares_LE * probabilities_LE).sum(1).mean(),
         }
+        if self.settings.force_load_balance:
+            metrics["moe/forced"] = torch.ones(())
         if self.settings.z_loss_coeff:
             metrics["moe/z_loss"] = self.settings.z_loss_coeff * z_L1.sum() / self._positions
         if self.expert_ranks > 1:

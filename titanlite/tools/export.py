@@ -28,6 +28,7 @@ def main(argv: Sequence[str]) -> int:
     path = find_checkpoint(options.path)
     check_hashes(path)
     job = load_recorded_job(path, options.allow_imports)
+    job.moe.check_export()
     tokenizer = job.tokenizer.build()
     if options.adapter:
         weights = open_titanlite(path, job.model, options.ema)

@@ -21,6 +21,7 @@ from tests.support.load_balance import (
 )
 from tests.support.tiers import full
 from titanlite.config.component import ConfigError
+from titanlite.metrics.sinks.console import console_line
 from titanlite.models.load_balance import COEFFICIENTS, LoadBalance
 from titanlite.models.moe import MoE
 from titanlite.parallel.sharded_model import ShardedModel
@@ -141,10 +142,20 @@ def test_metrics_of_uneven_loads() -> None:
 def test_forced_balance_gives_every_expert_the_same_number_of_tokens() -> None:
     result = step(1, 0, 3, LoadBalance(force_load_balance=True), {})
     assert result["metrics"]["moe/max_violation"] == 0
-    assert step(1, 0, 3, LoadBalance(), {})["metrics"]["moe/max_violation"] > 0
+    assert "forced load balance" in console_line(1, 2, result["metrics"])
+    free = step(1, 0, 3, LoadBalance(), {})["metrics"]
+    assert free["moe/max_violation"] > 0
+    assert "forced" not in console_line(1, 2, free)
     (line, forced) = LoadBalance(force_load_balance=True).describe(NUM_EXPERTS)
     assert line == "load balance of experts: global, coefficient 0.01"
     assert "learns no routing" in forced
+
+
+def test_a_model_with_forced_balance_is_not_exported() -> None:
+    LoadBalance().check_export()
+    with pytest.raises(ConfigError, match="learned no routing") as error:
+        LoadBalance(force_load_balance=True).check_export()
+    assert error.value.key == "moe.force_load_balance"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from titanlite.models.qwen3_moe import Qwen3MoE
 from titanlite.parallel.apply import ParallelSettings, parallelize
 from titanlite.parallel.expert_parallel import _order_by_expert, check_expert_parallel
 from titanlite.parallel.sharded_model import ShardedModel
-from titanlite.torch_compat import fake_process_group
+from titanlite.torch_compat import fake_process_group, reshards_after_forward
 
 SHAPE = {
     "dim": 40, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "hidden_dim": 64,
@@ -112,16 +112,10 @@ def test_experts_stay_gathered_as_long_as_their_block(choice: Any) -> None:
         reshards = []
         for name, layer in net.moe_layers().items():
             block = net.get_submodule(name.rpartition(".")[0])
-            of_block, of_experts = (group_reshards(module) for module in (block, layer.experts))
+            of_block, of_experts = (reshards_after_forward(module) for module in (block, layer.experts))
             assert of_block == of_experts
             reshards.append(of_block)
     assert reshards == ([False] * 3 if choice == "never" else [True, True, False])
-
-
-def group_reshards(module: Any) -> bool:
-    assert isinstance(module, FSDPModule)
-    info = module._get_fsdp_state()._fsdp_param_group.post_forward_mesh_info
-    return info is not None
 
 
 def test_a_layout_without_axes_of_their_own() -> None:

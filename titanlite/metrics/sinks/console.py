@@ -34,6 +34,7 @@ def console_line(step: int, total_steps: int, values: Values) -> str:
         "train/grad_norm": "grad_norm {:.3f}",
         "train/learning_rate": "lr {:.2e}",
         "moe/max_violation": "max violation {:.2f}",
+        "moe/forced": "forced load balance",
         "throughput/tokens_per_second": "{:,.0f} tok/s",
         "memory/peak_reserved_gib": "mem {:.1f} GiB",
         "throughput/mfu": "mfu {:.1%}",
