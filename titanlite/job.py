@@ -165,7 +165,7 @@ class Job:
             micro_batch_tokens=training.local_batch_size * training.seq_len // degrees.cp,
             cpu_offload=training.enable_cpu_offload,
         )
-        self.moe.check(self.model.num_experts, degrees.cp * degrees.tp, trains_adapters=self.lora.enable)
+        self.moe.check(self.model.num_experts, trains_adapters=self.lora.enable)
         if self.checkpoint.export_hf:
             self.moe.check_export()
         self.lora.check(self.checkpoint.initial_load_path, self.float8.enable)

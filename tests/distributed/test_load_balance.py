@@ -38,14 +38,27 @@ TWO_STAGES = {"pp": 2, "layers": 4}
         ("global", 2, 3, {}),
         *(
             full(kind, ranks, num, {})
-            for kind in ("sequence", "z_loss")
+            for kind in ("sequence", "sequence_too", "z_loss")
             for ranks in (2, 4)
             for num in (1, 3)
         ),
         full("global", 2, 1, {}),
         *(full("global", 4, num, {}) for num in (1, 3)),
         full("global", 4, 3, {"dp_replicate": 2, "activation_checkpoint": "full"}),
+        ("sequence", 2, 3, {"cp": 2}),
+        *(
+            full("sequence", ranks, num, layout)
+            for ranks, num, layout in [
+                (2, 1, {"tp": 2}),
+                (4, 3, {"cp": 2, "tp": 2}),
+                (4, 3, {"cp": 2, "ep": 4}),
+                (4, 3, {"tp": 2, "activation_checkpoint": "full"}),
+                (2, 3, {"cp": 2, "compile": "aot_eager", "activation_checkpoint": "full"}),
+                (2, 3, {"tp": 2, "compile": "aot_eager"}),
+            ]
+        ),
         full("global", 2, 3, {"cp": 2}),
+        full("global", 2, 3, {"tp": 2}),
         full("z_loss", 2, 3, {"cp": 2}),
         full("global", 2, 3, {"compile": "aot_eager", "activation_checkpoint": "full"}),
     ],
@@ -174,7 +187,7 @@ def test_a_run_resumes_on_other_ranks(run_on, tmp_path: Path, corpus: Path) -> N
     [
         (["--moe.z_loss_coeff=0.1"], "the model has no experts"),
         ([*MODEL, "--moe.force_load_balance", "--checkpoint.export_hf"], "learned no routing"),
-        ([*MODEL, "--moe.load_balance=sequence", "--parallelism.context_parallel_degree=2"], "context or"),
+        ([*MODEL, "--moe.load_balance=sequence", "--moe.sequence_loss_coeff=0.1"], "is the coefficient"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(
@@ -190,5 +203,5 @@ def test_a_model_with_forced_balance_is_not_exported(
     job = run_in_hops(tmp_path, corpus, [1], *MODEL, "--moe.force_load_balance")
     assert metrics_of(job)[0]["moe/forced"] == 1
     assert cli.run(["export", str(job.folder), str(tmp_path / "exported")]) == 2
-    assert "moe.force_load_balance: a model trained with it has learned no routing" in capsys.readouterr().err
+    assert "trained with moe.force_load_balance has learned no routing" in capsys.readouterr().err
     assert not (tmp_path / "exported").exists()

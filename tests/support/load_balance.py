@@ -26,6 +26,7 @@ COEFFICIENT = 3.0  # large, so that the gradient of the losses stands out
 BALANCE = {
     "global": LoadBalance(load_balance_coeff=COEFFICIENT),
     "sequence": LoadBalance(load_balance="sequence", load_balance_coeff=COEFFICIENT),
+    "sequence_too": LoadBalance(load_balance_coeff=COEFFICIENT, sequence_loss_coeff=COEFFICIENT),
     "z_loss": LoadBalance(load_balance="none", z_loss_coeff=0.1),
     "bias": LoadBalance(load_balance="bias", z_loss_coeff=0.001),
 }
@@ -130,7 +131,7 @@ def by_autograd(moe: LoadBalance, own_shares: bool = False) -> tuple[dict[str, t
             tokens_E = layers[name].gate.load.tokens_per_expert
             shares_E = chosen_NE.mean(0) / NUM_CHOSEN if own_shares else tokens_E / tokens_E.sum()
             total = total + COEFFICIENT * NUM_EXPERTS * (shares_E * p_NE.mean(0)).sum() / num
-        elif moe.load_balance == "sequence":
+        if moe.sequence_coefficient:
             for f_TE, p_TE in zip(chosen_NE.split(LENGTH), p_NE.split(LENGTH)):
                 total = (
                     total

@@ -11,6 +11,7 @@ token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -46,6 +47,9 @@ class LoadBalance:
     """The coefficient of the loss, or the step of the bias. Default: 0.01 for `global` and `sequence`, 0.001
     for `bias`. The loss of balanced experts is 1 in each layer, times this; Hugging Face's
     router_aux_loss_coef is smaller by the factor of experts per token."""
+    sequence_loss_coeff: float = 0.0
+    """Also minimise the loss `sequence` times this, beside another load_balance. DeepSeek-V3 has 0.0001,
+    beside `bias`."""
     z_loss_coeff: float = 0.0
     """Also minimise this times the mean square of the log-sum-exp of the router's logits, in each layer,
     which keeps the logits small (Zoph et al. 2022, with 0.001)."""
@@ -54,12 +58,16 @@ class LoadBalance:
     measurements of speed: the model learns no routing, and cannot be exported."""
 
     def __post_init__(self) -> None:
-        for key in ("load_balance_coeff", "z_loss_coeff"):
+        for key in ("load_balance_coeff", "sequence_loss_coeff", "z_loss_coeff"):
             value = getattr(self, key)
             if value is not None and not 0 <= value <= MAX_COEFFICIENT:
                 raise ConfigError(f"{value} is not from 0 to {MAX_COEFFICIENT}", key)
         if self.load_balance == "none" and self.load_balance_coeff is not None:
             raise ConfigError('has no effect with load_balance = "none"', "load_balance_coeff")
+        if self.load_balance == "sequence" and self.sequence_loss_coeff:
+            raise ConfigError(
+                'with load_balance = "sequence", load_balance_coeff is the coefficient', "sequence_loss_coeff"
+            )
 
     @property
     def coefficient(self) -> float:
@@ -67,17 +75,16 @@ class LoadBalance:
         given = self.load_balance_coeff
         return COEFFICIENTS[self.load_balance] if given is None else given
 
-    def check(self, num_experts: int, sequence_ranks: int, trains_adapters: bool) -> None:
-        """Raises ConfigError if the settings do not fit a model with `num_experts` experts per layer, a
-        layout in which `sequence_ranks` ranks share each sequence, or a frozen model with adapters."""
+    @property
+    def sequence_coefficient(self) -> float:
+        """The coefficient of the loss `sequence`; 0: there is none."""
+        return self.coefficient if self.load_balance == "sequence" else self.sequence_loss_coeff
+
+    def check(self, num_experts: int, trains_adapters: bool) -> None:
+        """Raises ConfigError if the settings do not fit a model with `num_experts` experts per layer, or a
+        frozen model with adapters."""
         if not num_experts and self != LoadBalance():
             raise ConfigError("the model has no experts: delete the section [moe]", "moe")
-        if num_experts and self.load_balance == "sequence" and sequence_ranks > 1:
-            raise ConfigError(
-                "does not work with context or tensor parallel, whose ranks have only some tokens of each "
-                'sequence; "global" does',
-                "moe.load_balance",
-            )
         if trains_adapters and self.load_balance == "bias":
             raise ConfigError(
                 'does not work with lora.enable: the bias belongs to the frozen base model; set "none"',
@@ -88,7 +95,7 @@ class LoadBalance:
         """Raises ConfigError if a model that was trained with these settings is of no use."""
         if self.force_load_balance:
             raise ConfigError(
-                "a model trained with it has learned no routing, and is not exported",
+                "a model trained with moe.force_load_balance has learned no routing, and is not exported",
                 "moe.force_load_balance",
             )
 
@@ -97,8 +104,9 @@ class LoadBalance:
         if not num_experts:
             return []
         coefficient = f", coefficient {self.coefficient:g}" if self.load_balance != "none" else ""
-        z_loss = f"; z-loss, coefficient {self.z_loss_coeff:g}" if self.z_loss_coeff else ""
-        lines = [f"load balance of experts: {self.load_balance}{coefficient}{z_loss}"]
+        others = {"loss of each sequence": self.sequence_loss_coeff, "z-loss": self.z_loss_coeff}
+        losses = "".join(f"; {name}, coefficient {value:g}" for name, value in others.items() if value)
+        lines = [f"load balance of experts: {self.load_balance}{coefficient}{losses}"]
         if self.force_load_balance:
             lines.append("moe.force_load_balance: experts get tokens in turn; the model learns no routing")
         return lines
@@ -108,6 +116,7 @@ class LoadBalance:
         return {
             "load_balance": self.load_balance,
             "load_balance_coeff": self.coefficient,
+            "sequence_loss_coeff": self.sequence_loss_coeff,
             "z_loss_coeff": self.z_loss_coeff,
             "force_load_balance": self.force_load_balance,
         }
@@ -136,6 +145,7 @@ class RouterLoad(nn.Module):
         self.num_experts = num_experts
         self.settings: LoadBalance | None = None
         self.counts_in_forward = False
+        self.sum_over_sequence_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
         # State: the tokens of each expert in the newest applied step; exact up to 2^24 tokens per step.
         self.register_buffer("tokens_per_expert", torch.zeros(num_experts))
         # Its gradient is the sum over micro-batches of tokens per expert, probabilities and z-loss.
@@ -146,11 +156,18 @@ class RouterLoad(nn.Module):
         # of a compiled graph.
         self.register_buffer("factors", torch.zeros(2), persistent=False)
 
-    def enable(self, settings: LoadBalance, counts_in_forward: bool) -> None:
+    def enable(
+        self,
+        settings: LoadBalance,
+        counts_in_forward: bool,
+        sum_over_sequence_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         """Count and balance from now on. Call it when the buffers are allocated. `counts_in_forward`: count
         in the forward, for a backward that computes gradients of parameters only; no forward may be
-        repeated."""
+        repeated. `sum_over_sequence_ranks`: the sum of a tensor over the ranks that share each sequence; None
+        if each sequence is on one rank."""
         self.settings, self.counts_in_forward = settings, counts_in_forward
+        self.sum_over_sequence_ranks = sum_over_sequence_ranks
         self.statistics.requires_grad_(not counts_in_forward)
 
     def begin_step(self) -> None:
@@ -189,7 +206,7 @@ class RouterLoad(nn.Module):
         loss = z * self.factors[1]
         if settings.load_balance == "global":
             loss = loss + sums_E @ self.share_gradient
-        elif settings.load_balance == "sequence":
+        if settings.sequence_coefficient:
             shares_BE = self._shares(router.experts_NK.reshape(num_sequences, -1))
             means_BE = probabilities_NE.unflatten(0, (num_sequences, -1)).mean(1)
             loss = loss + (shares_BE * means_BE).sum() * self.factors[0]
@@ -199,9 +216,13 @@ class RouterLoad(nn.Module):
         return _AddLoss.apply(weights_NK, loss, self.statistics, statistics)
 
     def _shares(self, chosen_BP: torch.Tensor) -> torch.Tensor:
-        """Each expert's share of the choices of a sequence, fp32 [B, E]."""
+        """Each expert's share of the choices of a sequence, fp32 [B, E]. Collective if several ranks share a
+        sequence."""
         experts_E = torch.arange(self.num_experts, device=chosen_BP.device)
-        return (chosen_BP[..., None] == experts_E).sum(1) / chosen_BP.shape[1]
+        counts_BE = (chosen_BP[..., None] == experts_E).sum(1)
+        if self.sum_over_sequence_ranks is not None:
+            counts_BE = self.sum_over_sequence_ranks(counts_BE)
+        return counts_BE / counts_BE.sum(1, keepdim=True)
 
 
 class _AddLoss(torch.autograd.Function):

@@ -4,7 +4,7 @@ and are therefore equal on every layout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from titanlite.models.base import Decoder
 from titanlite.models.load_balance import CORRECTION_BIAS, LoadBalance, RouterLoad
 from titanlite.models.moe import MoE
 from titanlite.step_clock import StepClock
-from titanlite.torch_compat import foreach_copy
+from titanlite.torch_compat import all_reduce, foreach_copy
 
 
 def _layers(net: Decoder) -> dict[str, MoE]:
@@ -65,9 +65,21 @@ class ExpertLoads:
             return
         self._layers = list(layers.values())
         for load in self._loads:
-            load.enable(self.settings, self.counts_in_forward)
+            load.enable(self.settings, self.counts_in_forward, self._sum_over_sequence_ranks())
         device = self._loads[0].tokens_per_expert.device
         self._rows = torch.tensor([self._names.index(name) for name in layers], device=device)
+
+    def _sum_over_sequence_ranks(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """See RouterLoad.enable."""
+        degrees, mesh = self.mesh.degrees, self.mesh
+        meshes = [*([mesh.cp] if degrees.cp > 1 else []), *([mesh.tp] if degrees.tp > 1 else [])]
+
+        def summed(counts_BE: torch.Tensor) -> torch.Tensor:
+            for axis in meshes:
+                counts_BE = all_reduce(counts_BE, "sum", axis)
+            return counts_BE
+
+        return summed if meshes else None
 
     @property
     def _loads(self) -> list[RouterLoad]:
@@ -86,7 +98,9 @@ class ExpertLoads:
         for load in loads:
             load.begin_step()
         factors = torch.empty_like(loads[0].factors)
-        factors[0] = settings.coefficient * num_experts / sequences
+        # A rank's mean over its tokens of a sequence is one of `sequence_ranks` summands of the mean over all.
+        sequence_ranks = self.mesh.degrees.cp * self.mesh.degrees.tp
+        factors[0] = settings.sequence_coefficient * num_experts / sequences / sequence_ranks
         factors[1] = settings.z_loss_coeff / positions
         foreach_copy([load.factors for load in loads], [factors] * len(loads))
         if settings.load_balance == "global":
