@@ -28,6 +28,7 @@ from titanlite.config.component import ConfigError
 from titanlite.job import Job
 from titanlite.models.load_balance import is_load
 from titanlite.models.moe import MoEDecoder
+from titanlite.parallel.expert_loads import ExpertLoads
 
 TWO_STAGES = {"pp": 2, "layers": 4}
 
@@ -71,6 +72,21 @@ def test_losses_and_counts_equal_those_of_autograd_on_the_whole_batch(
         assert largest_difference(result["gradients"], expected) < 1e-5
         for name, tokens in counts.items():
             assert result["counts"][name].tolist() == tokens.tolist() == result["table"][name]
+
+
+def step_with_shares_of_each_rank(world_size: int, layout: dict[str, Any]) -> dict[str, Any]:
+    """step_on_rank with the loss `sequence`, whose shares are of each rank's tokens of a sequence."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExpertLoads, "_sum_over_sequence_ranks", lambda self: None)
+        return step_on_rank(world_size, 3, BALANCE["sequence"], layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [{"cp": 2}, {"tp": 2}])
+def test_control_shares_of_the_tokens_of_one_rank(run_on, layout: dict[str, Any]) -> None:
+    expected, _ = by_autograd(BALANCE["sequence"])
+    for result in run_on(2, step_with_shares_of_each_rank, 2, layout):
+        assert largest_difference(result["gradients"], expected) > 1e-2
 
 
 @pytest.mark.full

@@ -98,7 +98,7 @@ class ExpertLoads:
         for load in loads:
             load.begin_step()
         factors = torch.empty_like(loads[0].factors)
-        # A rank's mean over its tokens of a sequence is one of `sequence_ranks` summands of the mean over all.
+        # The mean over a sequence is the mean of those over each rank's tokens.
         sequence_ranks = self.mesh.degrees.cp * self.mesh.degrees.tp
         factors[0] = settings.sequence_coefficient * num_experts / sequences / sequence_ranks
         factors[1] = settings.z_loss_coeff / positions

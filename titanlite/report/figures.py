@@ -27,6 +27,7 @@ KNOWN = [
     (SPEED, "Throughput", "tokens/s"),
     ("throughput/mfu", "Model FLOPs utilisation", ""),
     ("train/accuracy", "Top-1 accuracy", ""),
+    ("moe/max_violation", "Most tokens of an expert, above the mean of its layer", "share"),
     ("memory/peak_reserved_gib", "Peak reserved memory", "GiB"),
     ("time/step_s", "Time per step", "s"),
     ("time/data_wait_pct", "Waiting for data", "%"),
@@ -74,7 +75,7 @@ def main_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
         charts.append(replace(chart, marks=marks, note=_explained(marks)))
         if key == VALIDATION:
             charts.append(_by_time(runs, VALIDATION, "Validation loss by time"))
-    charts.append(_noise_scales(runs))
+    charts += [_noise_scales(runs), _expert_loads(runs)]
     return [chart for chart in charts if chart.lines]
 
 
@@ -204,6 +205,22 @@ def _noise_scales(runs: Sequence[RecordedRun]) -> Chart:
     lines = [Line(i, *downsample(scale.tokens, scale.values, SMALL)) for i, scale in scales if len(scale)]
     note = f"means of noise and signal over up to {NUM_AVERAGED} reports, then divided"
     return Chart("Gradient noise scale", x_label(runs), lines, "sequences", note)
+
+
+def _expert_loads(runs: Sequence[RecordedRun]) -> Chart:
+    """Return the chart of the newest loads of experts over the mean of their layer, in descending order."""
+    lines, steps = list[Line](), list[str]()
+    for i, run in enumerate(runs):
+        if run.expert_loads is None:
+            continue
+        loads_LE = np.sort(run.expert_loads.tokens_LE, axis=1)[:, ::-1]
+        loads_LE = loads_LE / loads_LE.mean(1, keepdims=True)
+        x = np.arange(1.0, loads_LE.shape[1] + 1)
+        lines += [Line(i, x, loads_LE.max(0), "raw"), Line(i, x, loads_LE.min(0), "raw")]
+        lines.append(Line(i, x, loads_LE.mean(0), "smooth"))
+        steps.append(f"{run.name}: step {run.expert_loads.step:,}")
+    note = f"thick: mean of the layers; thin: highest and lowest of the layers; {', '.join(steps)}"
+    return Chart("Loads of experts", "experts of a layer, by load", lines, "tokens over the mean", note)
 
 
 def noise_scale(run: RecordedRun) -> Series:

@@ -16,10 +16,11 @@ from titanlite.checkpoint import commit
 from titanlite.config import json_file, toml
 from titanlite.config.component import ConfigError
 from titanlite.files import FileFault, read_regular
-from titanlite.report.estimates import Series
+from titanlite.report.estimates import Floats, Series
 from titanlite.report.events import RunEvent, events_of
 
 METRICS, SUPERSEDED, EVENTS = "metrics.jsonl", "metrics.superseded.jsonl", "events.jsonl"
+EXPERT_LOADS = "expert_loads.jsonl"
 SAMPLES, SOURCES = "samples.txt", "sources.json"
 TOKENS, SEQUENCES = "progress/total_tokens", "progress/sequences"
 MAX_STEP = 2**53
@@ -64,6 +65,13 @@ class SavedCheckpoint(NamedTuple):
     fault: str
 
 
+class RecordedLoads(NamedTuple):
+    """The tokens of each expert in one step, by layer, [layers, experts]."""
+
+    step: int
+    tokens_LE: Floats
+
+
 @dataclass(frozen=True)
 class RecordedRun:
     """The content of the files of one run. `records` have one entry per logged step, in the order of steps.
@@ -83,6 +91,7 @@ class RecordedRun:
     checkpoints: list[SavedCheckpoint]
     events: list[RunEvent] = field(default_factory=list)
     sources: list[SourceShare] = field(default_factory=list)
+    expert_loads: RecordedLoads | None = None  # the newest
     problems: list[str] = field(default_factory=list)
 
     @cached_property
@@ -249,6 +258,7 @@ def read_run(folder: Path, name: str) -> RecordedRun:
         checkpoints=_checkpoints(folder, job),
         events=events_of(_records(events or b"", EVENTS, problems)),
         sources=_sources(folder, problems),
+        expert_loads=_expert_loads(folder, problems),
         problems=problems,
     )
 
@@ -376,6 +386,22 @@ def _source(entry: Any) -> SourceShare:
     if not shares or len(shares) < len(pairs) or not 0 < entry["sequences"] < MAX_STEP:
         raise ValueError(f"{entry['source']} has no possible share and number of sequences")
     return SourceShare(entry["source"], shares, entry["sequences"])
+
+
+def _expert_loads(folder: Path, problems: list[str]) -> RecordedLoads | None:
+    """The newest loads of experts; None if there are none."""
+    records = _records(_bytes(folder / EXPERT_LOADS, problems) or b"", EXPERT_LOADS, problems)
+    if not records:
+        return None
+    newest = max(records, key=lambda record: record["step"])
+    try:
+        tokens_LE = np.array(list(newest["tokens"].values()), np.float64)
+        if tokens_LE.ndim != 2 or not np.isfinite(tokens_LE).all() or not (tokens_LE.sum(1) > 0).all():
+            raise ValueError("every layer needs the same number of experts, and tokens")
+    except (AttributeError, KeyError, TypeError, ValueError) as e:
+        problems.append(f"{EXPERT_LOADS}: step {newest['step']} cannot be read: {e}")
+        return None
+    return RecordedLoads(newest["step"], tokens_LE)
 
 
 def _samples(folder: Path, problems: list[str]) -> dict[int, list[str]]:

@@ -9,6 +9,7 @@ import torch
 
 from tests.support.load_balance import (
     BALANCE,
+    COEFFICIENT,
     LENGTH,
     NUM_CHOSEN,
     NUM_EXPERTS,
@@ -105,6 +106,22 @@ def test_losses_of_sigmoid_routers_see_probabilities() -> None:
     assert largest_difference(loads["global"]["gradients"], loads["bias"]["gradients"]) > 0.1
 
 
+def test_the_loss_of_each_sequence_beside_the_bias() -> None:
+    """DeepSeek-V3 uses both: the gradient is that of the loss alone, and the bias moves."""
+    both = LoadBalance(load_balance="bias", sequence_loss_coeff=COEFFICIENT)
+    alone, beside = (step(1, 0, 1, moe, {"family": "biased_moe"}) for moe in (BALANCE["sequence"], both))
+    bias = step(1, 0, 1, LoadBalance(load_balance="bias"), {"family": "biased_moe"})
+    assert largest_difference(beside["gradients"], alone["gradients"]) == 0
+    assert largest_difference(beside["gradients"], bias["gradients"]) > 0.1
+    model, batch = moe_model(1, 0, both, family="biased_moe"), sequences()
+    model.forward_backward([batch], torch.tensor(batch.num_targets))
+    model.after_step(torch.tensor(True))
+    assert layers_of(model)[0].gate.get_buffer("e_score_correction_bias").abs().max() > 0
+    (line,) = both.describe(NUM_EXPERTS)
+    assert line == "load balance of experts: bias, coefficient 0.001; loss of each sequence, coefficient 3"
+    assert both.identity()["sequence_loss_coeff"] == COEFFICIENT
+
+
 def test_the_first_step_has_no_gradient_of_the_loss_global() -> None:
     gradients = []
     for moe in (BALANCE["global"], LoadBalance(load_balance="none")):
@@ -164,6 +181,8 @@ def test_a_model_with_forced_balance_is_not_exported() -> None:
         ({"load_balance_coeff": -1.0}, "load_balance_coeff"),
         ({"z_loss_coeff": float("inf")}, "z_loss_coeff"),
         ({"load_balance_coeff": 1e39}, "load_balance_coeff"),
+        ({"sequence_loss_coeff": -0.1}, "sequence_loss_coeff"),
+        ({"load_balance": "sequence", "sequence_loss_coeff": 0.1}, "sequence_loss_coeff"),
         ({"load_balance": "none", "load_balance_coeff": 0.1}, "load_balance_coeff"),
     ],
 )
@@ -173,16 +192,14 @@ def test_wrong_values_are_refused(keys: dict[str, Any], key: str) -> None:
     assert error.value.key == key
 
 
-def test_settings_that_do_not_fit_the_model_or_the_layout_are_refused() -> None:
-    LoadBalance().check(0, sequence_ranks=2, trains_adapters=True)
+def test_settings_that_do_not_fit_the_model_are_refused() -> None:
+    LoadBalance().check(0, trains_adapters=True)
     with pytest.raises(ConfigError, match="no experts"):
-        LoadBalance(z_loss_coeff=0.1).check(0, sequence_ranks=1, trains_adapters=False)
-    BALANCE["sequence"].check(NUM_EXPERTS, sequence_ranks=1, trains_adapters=True)
-    with pytest.raises(ConfigError, match="context or tensor parallel"):
-        BALANCE["sequence"].check(NUM_EXPERTS, sequence_ranks=2, trains_adapters=False)
-    BALANCE["bias"].check(NUM_EXPERTS, sequence_ranks=2, trains_adapters=False)
+        LoadBalance(z_loss_coeff=0.1).check(0, trains_adapters=False)
+    BALANCE["sequence"].check(NUM_EXPERTS, trains_adapters=True)
+    BALANCE["bias"].check(NUM_EXPERTS, trains_adapters=False)
     with pytest.raises(ConfigError, match=r"lora\.enable"):
-        BALANCE["bias"].check(NUM_EXPERTS, sequence_ranks=1, trains_adapters=True)
+        BALANCE["bias"].check(NUM_EXPERTS, trains_adapters=True)
     with pytest.raises(ConfigError, match="have no e_score_correction_bias") as error:
         moe_model(1, 0, BALANCE["bias"])
     assert error.value.key == "moe.load_balance"

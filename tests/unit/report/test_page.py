@@ -601,3 +601,45 @@ def test_bad_arguments_are_one_line(
     error = capsys.readouterr().err
     assert reason in error
     assert len(error.splitlines()) == 1
+
+
+LOADS = [
+    '{"step": 200, "tokens": {"model.layers.0.mlp": [9, 1], "model.layers.1.mlp": [5, 5]}}',
+    '{"step": 400, "tokens": {"model.layers.0.mlp": [0, 6, 2, 4], "model.layers.1.mlp": [3, 3, 1, 1]}}',
+]
+
+
+def test_a_run_with_experts_has_charts_of_their_loads(folder: Path, tmp_path: Path) -> None:
+    keys = ("moe/max_violation", "moe/dead_experts", "moe/router_entropy")
+    mixture = {key: np.linspace(2.0, 1.0, 400) for key in keys}
+    experts = write_run(tmp_path / "experts", {**metrics(), **mixture}, job=JOB)
+    (experts / "expert_loads.jsonl").write_text("\n".join(LOADS))
+    charts = {
+        chart.title: chart for chart in main_charts([read_run(folder, "dense"), read_run(experts, "moe")])
+    }
+    (violation,) = charts["Most tokens of an expert, above the mean of its layer"].lines
+    assert violation.run == 1
+    loads = charts["Loads of experts"]
+    assert [(line.run, line.style, line.y.tolist()) for line in loads.lines] == [
+        (1, "raw", [2.0, 1.5, 2 / 3, 0.5]),
+        (1, "raw", [1.5, 4 / 3, 0.5, 0.0]),
+        (1, "smooth", pytest.approx([1.75, 17 / 12, 7 / 12, 0.25])),
+    ]
+    assert loads.note.endswith("moe: step 400")
+    page = page_of(folder, experts)
+    titles = [chart["title"] for chart in data_of(page)["charts"]]
+    assert {"Loads of experts", "moe/dead_experts", "moe/router_entropy"} <= set(titles)
+    assert "moe/max_violation" not in titles, "it has a chart of its own"
+    assert "Loads of experts" not in page_of(folder)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"step": 5}', '{"step": 5, "tokens": [1]}', '{"step": 5, "tokens": {"a": [1, 2], "b": [1]}}',
+     '{"step": 5, "tokens": {"a": [0, 0]}}', '{"step": 5, "tokens": {"a": ["x"]}}', '{"step": 5, "tokens": {}}'],
+)  # fmt: skip
+def test_loads_that_cannot_be_read_are_named(folder: Path, line: str) -> None:
+    (folder / "expert_loads.jsonl").write_text(line)
+    (problem,) = [text for text in read_run(folder, "run").problems if "expert_loads" in text]
+    assert problem.startswith("expert_loads.jsonl: step 5 cannot be read")
+    assert "Loads of experts" not in page_of(folder)
