@@ -396,10 +396,10 @@ def _expert_loads(folder: Path, problems: list[str]) -> RecordedLoads | None:
     newest = max(records, key=lambda record: record["step"])
     try:
         tokens_LE = np.array(list(newest["tokens"].values()), np.float64)
-        if tokens_LE.ndim != 2 or not np.isfinite(tokens_LE).all() or not (tokens_LE.sum(1) > 0).all():
-            raise ValueError("every layer needs the same number of experts, and tokens")
-    except (AttributeError, KeyError, TypeError, ValueError) as e:
-        problems.append(f"{EXPERT_LOADS}: step {newest['step']} cannot be read: {e}")
+        if tokens_LE.ndim != 2 or not (tokens_LE >= 0).all() or not (tokens_LE.sum(1) > 0).all():
+            raise ValueError("no numbers of tokens")
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+        problems.append(f"{EXPERT_LOADS}: the loads of step {newest['step']} cannot be read")
         return None
     return RecordedLoads(newest["step"], tokens_LE)
 

@@ -614,9 +614,8 @@ def test_a_run_with_experts_has_charts_of_their_loads(folder: Path, tmp_path: Pa
     mixture = {key: np.linspace(2.0, 1.0, 400) for key in keys}
     experts = write_run(tmp_path / "experts", {**metrics(), **mixture}, job=JOB)
     (experts / "expert_loads.jsonl").write_text("\n".join(LOADS))
-    charts = {
-        chart.title: chart for chart in main_charts([read_run(folder, "dense"), read_run(experts, "moe")])
-    }
+    runs = [read_run(folder, "dense"), read_run(experts, "moe")]
+    charts = {chart.title: chart for chart in main_charts(runs)}
     (violation,) = charts["Most tokens of an expert, above the mean of its layer"].lines
     assert violation.run == 1
     loads = charts["Loads of experts"]
@@ -635,11 +634,20 @@ def test_a_run_with_experts_has_charts_of_their_loads(folder: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(
     "line",
-    ['{"step": 5}', '{"step": 5, "tokens": [1]}', '{"step": 5, "tokens": {"a": [1, 2], "b": [1]}}',
-     '{"step": 5, "tokens": {"a": [0, 0]}}', '{"step": 5, "tokens": {"a": ["x"]}}', '{"step": 5, "tokens": {}}'],
-)  # fmt: skip
+    [
+        "",
+        ', "tokens": [1]',
+        ', "tokens": {}',
+        ', "tokens": {"a": [1, 2], "b": [1]}',
+        ', "tokens": {"a": [0, 0]}',
+        ', "tokens": {"a": [-1, 2]}',
+        ', "tokens": {"a": ["x"]}',
+        f', "tokens": {{"a": [1{"0" * 400}]}}',
+    ],
+    ids=range(8),
+)
 def test_loads_that_cannot_be_read_are_named(folder: Path, line: str) -> None:
-    (folder / "expert_loads.jsonl").write_text(line)
+    (folder / "expert_loads.jsonl").write_text(f'{{"step": 5{line}}}')
     (problem,) = [text for text in read_run(folder, "run").problems if "expert_loads" in text]
-    assert problem.startswith("expert_loads.jsonl: step 5 cannot be read")
+    assert problem.endswith("the loads of step 5 cannot be read")
     assert "Loads of experts" not in page_of(folder)
