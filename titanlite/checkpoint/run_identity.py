@@ -30,6 +30,7 @@ OPTIMIZER = "optimizer"  # in allow_changed: the optimizer's state may differ; n
 WITHOUT_STATE = ("optimizer.lr", "optimizer.weight_decay", "optimizer.param_groups")  # add no state
 DEFAULTS = {  # values of keys that a run identity may lack
     "loss.z_loss_multiplier": 0.0,
+    "moe.sequence_loss_coeff": 0.0,
     "model.residual_scale": 1.0,
     "model.attention_scale": 1.0,
     "model.logit_scale": 1.0,

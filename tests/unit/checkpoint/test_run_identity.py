@@ -39,6 +39,13 @@ def test_scales_of_a_run_from_before_they_existed_are_1() -> None:
         check_identity(old, scaled, [], Path())
 
 
+def test_a_run_with_experts_from_before_sequence_loss_coeff_had_none() -> None:
+    old = {"moe": {"load_balance": "bias"}}
+    assert check_identity(old, {"moe": {**old["moe"], "sequence_loss_coeff": 0.0}}, [], Path()) == []
+    with pytest.raises(ConfigError, match=r"moe.sequence_loss_coeff was 0.0, is 0.1"):
+        check_identity(old, {"moe": {**old["moe"], "sequence_loss_coeff": 0.1}}, [], Path())
+
+
 def test_a_past_schedule_that_an_amount_has_changed_names_its_number() -> None:
     """A change of training.global_batch_size makes another number of steps of "640 tokens"."""
 
