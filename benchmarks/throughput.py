@@ -41,6 +41,7 @@ if str(ROOT) not in sys.path:
 from benchmarks.environment import write_result  # noqa: E402
 
 SHIPPED_DATA = [
+    "--tokenizer.name=tiktoken",
     f"--tokenizer.path={ROOT / 'assets/tokenizer/stdlib.tiktoken'}",
     "--tokenizer.num_special_tokens=2",
     '--data.sources=[{name="python_stdlib"}]',

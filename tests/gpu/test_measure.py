@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 def test_a_larger_micro_batch_takes_longer(tmp_path: Path) -> None:
     blocks = []
-    for sequences in (8, 32):
+    for sequences in (32, 64):  # with 8, launches of kernels take longer than the kernels
         file = tmp_path / f"{sequences}.json"
         words = [f"--training.local_batch_size={sequences}", "--training.global_batch_size=-1"]
         shape = ["--model.flavor=125M", "--training.seq_len=1024", *words]
@@ -24,4 +24,4 @@ def test_a_larger_micro_batch_takes_longer(tmp_path: Path) -> None:
         assert measured.device == torch.cuda.get_device_name()
         assert not measured.card.is_cpu
         blocks.append(measured.measured.block)
-    assert 2.5 < blocks[1] / blocks[0] < 5
+    assert 1.6 < blocks[1] / blocks[0] < 2.5
