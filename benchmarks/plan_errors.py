@@ -36,8 +36,8 @@ BEFORE = ("llama3_1b_h200x4_b16_torchtitan", "llama3_1b_h200x4_b8", "llama3_1b_h
           "llama3_1b_h200x4_b8_varlen")  # fmt: skip
 # By their times, several runs shared the GPU: a step of memory_h200 took four times as long as the same step
 # of guard_h200, and those of float8_curve_h200 became up to four times as fast near the end. The searches of
-# transfer_lr_h200 shared it.
-UNTIMED = ("memory_h200", "float8_curve_h200", "transfer_lr_h200")
+# transfer_lr_h200*.json shared it.
+UNTIMED = ("memory_h200", "float8_curve_h200", "transfer_lr_h200", "transfer_lr_h200_seeds")
 # finetune.toml of docs/finetuning.md, as overrides of debug.toml.
 FINETUNE = {
     "model.name": "qwen3",
@@ -131,7 +131,7 @@ def _cases(name: str, result: dict[str, Any]) -> Iterator[tuple[str, list[str], 
             run = result["runs"][case]
             overrides = [f"--{key}={value}" for key, value in FINETUNE.items()]
             yield case, [*overrides, *(LORA if run["adapters"] else [])], _medians(run["reports"])
-    elif name == "transfer_lr_h200":
+    elif name.startswith("transfer_lr_h200"):
         for case in ("narrow", "rules"):
             search = result["searches"][case]
             yield case, search["keys"], _medians([run["last"] for run in search["runs"]])

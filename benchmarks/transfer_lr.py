@@ -1,7 +1,8 @@
 """Does the best learning rate of a narrow model fit a wide one by the width rules, and without them?
 
     python benchmarks/transfer_lr.py --output benchmarks/results/transfer_lr_h200.json [--every 4]
-        [--width 1152] [--rates 4e-4:6.4e-3:5] [--budget-s 540] [--section.key=value ...]
+        [--width 1152] [--rates 4e-4:6.4e-3:5] [--seeds 1,2] [--searches narrow,rules] [--budget-s 540]
+        [--section.key=value ...]
 
 Three searches by `titanlite tune transfer_lr.toml --optimizer.lr=...`, side by side on one GPU, with as many
 blocks, steps and tokens:
@@ -12,6 +13,9 @@ standard  the same model with the narrow one's settings as they are: the control
 
 Then a second seed for the two rates beside the best one of `narrow` and of `rules` (tune has trained the best
 one with it). An optimum is the minimum of the parabola through the best rate and the two beside it.
+
+`--seeds 1,2 --searches narrow,rules --rates ...` trains all rates with these seeds instead: one search per
+model and seed, and no search for the rates beside the best one.
 
 The text is that of text_by_kind.py, of one file in --every, unless outputs/text_by_kind exists. The output is
 written after every run. After --budget-s the searches are stopped; the same command continues them.
@@ -63,18 +67,25 @@ class Searches:
     def run(self) -> None:
         """Run all searches at once."""
         RUNS.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(len(SEARCHES)) as pool:
-            under_way = {pool.submit(self.search, NARROW)}
+        seeds = self.options.seeds or [None]
+        with ThreadPoolExecutor(len(SEARCHES) * len(seeds)) as pool:
+            under_way = {pool.submit(self.search, NARROW, seed) for seed in seeds}
             self.keys |= self.wide_keys()
-            under_way |= {pool.submit(self.search, name) for name in (RULES, STANDARD)}
+            wide = [name for name in (RULES, STANDARD) if name in self.options.searches]
+            under_way |= {pool.submit(self.search, name, seed) for name in wide for seed in seeds}
             while under_way:
                 done, under_way = wait(under_way, timeout=5)
                 self.write()
                 for search in done:
                     search.result()
 
-    def search(self, name: str) -> None:
-        """Find the best rate; then train those beside it with the second seed, but not in the control."""
+    def search(self, name: str, seed: int | None) -> None:
+        """Train all rates with `seed`. None: find the best rate with the first seed; then train those beside
+        it with the second seed, but not in the control."""
+        if seed is not None:
+            only = [f"--training.seed={seed}", "--rungs=1", "--seeds=1"]
+            self.tune(name, f"{name}_all{seed}", f"--optimizer.lr={self.options.rates}", *only)
+            return
         whole = ["--rungs=1", f"--seeds={1 if name == STANDARD else 2}"]
         if not self.tune(name, name, f"--optimizer.lr={self.options.rates}", *whole) or name == STANDARD:
             return
@@ -135,6 +146,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=4, help="read one file of text in so many")
     parser.add_argument("--width", type=int, default=1152, help="dim of the wide model")
     parser.add_argument("--rates", default="4e-4:6.4e-3:5", help="learning rates: LOW:HIGH:NUM")
+    parser.add_argument("--seeds", type=numbers, help="train all rates with these seeds: N,N,...")
+    parser.add_argument("--searches", default=",".join(SEARCHES), help="the searches that run")
     parser.add_argument("--budget-s", type=float, default=540, help="stop after so many seconds")
     options, overrides = parser.parse_known_args()
     searches = Searches(options, overrides)
@@ -143,6 +156,10 @@ def main() -> None:
         subprocess.run([*script, f"--every={options.every}"], stdout=subprocess.DEVNULL, check=True)
     searches.run()
     print(json.dumps(json.loads(options.output.read_text())["summary"], indent=1))
+
+
+def numbers(words: str) -> list[int]:
+    return [int(word) for word in words.split(",")]
 
 
 def model_keys(fields: Mapping[str, Any]) -> list[str]:
@@ -157,7 +174,9 @@ def inline(group: Mapping[str, Any]) -> str:
 def runs_of(name: str) -> list[dict[str, Any]]:
     """The runs of a search that have ended, with their last metrics."""
     runs = []
-    for folder, default_seed in ((RUNS / name, FIRST_SEED), (RUNS / f"{name}{NEIGHBOURS}", SECOND_SEED)):
+    folders = {RUNS / name: FIRST_SEED, RUNS / f"{name}{NEIGHBOURS}": SECOND_SEED}
+    folders |= {path: int(path.name[-1]) for path in sorted(RUNS.glob(f"{name}_all?"))}
+    for folder, default_seed in folders.items():
         if not (folder / "search.json").exists():
             continue
         for run, result in json.loads((folder / "search.json").read_text())["results"].items():
@@ -171,7 +190,7 @@ def runs_of(name: str) -> list[dict[str, Any]]:
 
 def run_environment() -> dict[str, Any]:
     """The device and the versions of the runs."""
-    envs = [json.loads(path.read_text()) for path in RUNS.glob(f"{NARROW}/rung1/*/env.json")]
+    envs = [json.loads(path.read_text()) for path in RUNS.glob(f"{NARROW}*/rung1/*/env.json")]
     return {key: env[key] for env in envs[:1] for key in ("device", "cuda", "torch", "python", "cpu_threads")}
 
 

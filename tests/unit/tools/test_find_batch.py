@@ -215,7 +215,7 @@ def test_the_output_in_the_docs_is_the_recorded_one() -> None:
     assert recorded["whole_run"]["exit_code"] == 0
     assert recorded["whole_run"]["steps"] == 50
     assert re.search(r"^out of memory in step 2, forward +26 ", recorded["find_batch"]["printed"], re.M)
-    assert recorded["double_run"]["exit_code"] == 2  # refused, so twice the answer is not shown to run out
+    assert recorded["double_run"]["exit_code"] == 5  # twice the answer runs out of memory
 
 
 def on_small_gpu(folder: Path, corpus: Path, *words: str, **env: str) -> subprocess.Popen[str]:
