@@ -69,9 +69,10 @@ class Searches:
         RUNS.mkdir(parents=True, exist_ok=True)
         seeds = self.options.seeds or [None]
         with ThreadPoolExecutor(len(SEARCHES) * len(seeds)) as pool:
-            under_way = {pool.submit(self.search, NARROW, seed) for seed in seeds}
+            names = self.options.searches.split(",")
+            under_way = {pool.submit(self.search, NARROW, seed) for seed in seeds if NARROW in names}
             self.keys |= self.wide_keys()
-            wide = [name for name in (RULES, STANDARD) if name in self.options.searches]
+            wide = [name for name in (RULES, STANDARD) if name in names]
             under_way |= {pool.submit(self.search, name, seed) for name in wide for seed in seeds}
             while under_way:
                 done, under_way = wait(under_way, timeout=5)
@@ -190,7 +191,7 @@ def runs_of(name: str) -> list[dict[str, Any]]:
 
 def run_environment() -> dict[str, Any]:
     """The device and the versions of the runs."""
-    envs = [json.loads(path.read_text()) for path in RUNS.glob(f"{NARROW}*/rung1/*/env.json")]
+    envs = [json.loads(path.read_text()) for path in RUNS.glob("*/rung1/*/env.json")]
     return {key: env[key] for env in envs[:1] for key in ("device", "cuda", "torch", "python", "cpu_threads")}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -197,6 +197,35 @@ def foreach_lerp(targets: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], 
     """Move each target by `share` of the way to its end, in place. `share`: scalar tensor on the same device,
     which the host does not read. A share of 0 keeps the target's values if its end is finite."""
     torch._foreach_lerp_(list(targets), list(ends), [share] * len(targets))
+
+
+def fused_adamw(
+    tensors: Sequence[Sequence[torch.Tensor]],
+    group: Mapping[str, Any],
+    found_inf: torch.Tensor | None,
+    divisor: torch.Tensor | None,
+) -> None:
+    """A step of AdamW for many fp32 parameters, in few kernels. `tensors`: weights, gradients, first and
+    second moments, and numbers of steps with this one, as plain tensors. `group`: `lr`, `betas`, `eps` and
+    `weight_decay`. `found_inf`: fp32 scalar; 1: nothing changes. `divisor`: fp32 scalar by which the
+    gradients are divided in place."""
+    weights, gradients, moments1, moments2, steps = map(list, tensors)
+    beta1, beta2 = group["betas"]
+    torch._fused_adamw_(
+        weights,
+        gradients,
+        moments1,
+        moments2,
+        [],
+        steps,
+        **{key: group[key] for key in ("lr", "weight_decay", "eps")},
+        beta1=beta1,
+        beta2=beta2,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=divisor,
+        found_inf=found_inf,
+    )
 
 
 def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:

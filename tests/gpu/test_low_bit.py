@@ -1,5 +1,5 @@
-"""AdamW with 8-bit and bfloat16 state on CUDA: one compiled kernel per parameter, equal bits however a weight
-is sharded, no host synchronisation in a step, and the memory that it saves."""
+"""AdamW with fp32, bfloat16 and 8-bit state on CUDA: one compiled kernel per parameter, equal bits however a
+weight is sharded, no host synchronisation in a step, and the memory that it saves."""
 
 from __future__ import annotations
 
@@ -37,6 +37,29 @@ def give_gradients(optimizer: torch.optim.Optimizer, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for p in optimizer.param_groups[0]["params"]:
         p.grad = torch.randn(p.shape, generator=generator).to(p.device)
+
+
+def test_fp32_state_is_that_of_torchs_fused_adamw() -> None:
+    """Large parameters have a compiled kernel, small ones torch's. The third step is skipped."""
+    optimizer = optimizer_of([(2048, 4096), (1024, 4096), (30, 40), ()], "float32")
+    assert isinstance(optimizer, low_bit.CompiledAdamW)
+    params = optimizer.param_groups[0]["params"]
+    copies = [nn.Parameter(p.detach().clone()) for p in params]
+    theirs = torch.optim.AdamW(copies, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    for step in range(1, 6):
+        give_gradients(optimizer, step)
+        for p, copy in zip(params, copies):
+            p.grad = torch.full_like(p, torch.nan) if step == 3 else p.grad
+            copy.grad = p.grad.clone()
+        apply, divisor = torch.tensor(step != 3, device="cuda"), torch.tensor(3.0, device="cuda")
+        for one in (optimizer, theirs):
+            guarded_step(one, apply, divisor)
+    for p, copy in zip(params, copies):
+        torch.testing.assert_close(p, copy, rtol=1e-5, atol=1e-6)
+        for key, tensor in theirs.state[copy].items():
+            torch.testing.assert_close(optimizer.state[p][key], tensor, rtol=1e-5, atol=1e-6)
+    with pytest.raises(AssertionError):  # control
+        torch.testing.assert_close(params[0], copies[0] * (1 + 1e-4), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
@@ -102,7 +125,7 @@ def test_no_block_size_of_the_kernel_changes_a_bit(monkeypatch: pytest.MonkeyPat
     assert not all(torch.equal(state, loose[0]) for state in loose)
 
 
-@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
 def test_a_skipped_step_leaves_every_bit(state_dtype: StateDtype) -> None:
     optimizer = optimizer_of(SHAPES, state_dtype)
     give_gradients(optimizer, 1)

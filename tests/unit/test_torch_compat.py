@@ -350,6 +350,19 @@ def test_several_tensors_are_moved_towards_their_ends_by_a_share_on_the_device()
     assert [target.tolist() for target in targets] == [0.25, [[1.0, 1.0], [1.0, 1.0]]]
 
 
+def test_many_parameters_take_a_step_of_adamw() -> None:
+    """With gradients divided by 4, and skipped where found_inf is 1."""
+    group = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+    columns = [[torch.full((2,), x)] for x in (1.0, 8.0, 0.0, 0.0)]
+    tensors = [*columns, [torch.ones(())]]
+    torch_compat.fused_adamw(tensors, group, torch.ones(()), torch.tensor(4.0))
+    assert [column[0][0].item() for column in (columns[0], columns[2])] == [1.0, 0.0]
+    columns[1][0].fill_(8.0)
+    torch_compat.fused_adamw(tensors, group, torch.zeros(()), torch.tensor(4.0))
+    values = [column[0][0].item() for column in columns]
+    assert values == pytest.approx([0.9, 2.0, 0.2, 0.2])
+
+
 def test_optimizers_that_read_the_tensors_of_a_grad_scaler() -> None:
     weight = [nn.Parameter(torch.ones(2))]
     fused = torch.optim.AdamW(weight, fused=True)

@@ -1,5 +1,5 @@
-"""AdamW (Loshchilov & Hutter 2019): torch's fused implementation, which supports CPU, CUDA and DTensors, or
-LowBitAdamW."""
+"""AdamW (Loshchilov & Hutter 2019): CompiledAdamW on CUDA and for bfloat16 or 8-bit state; torch's fused
+implementation for fp32 state on the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titanlite.config.component import ConfigError
 from titanlite.mesh import Mesh
 from titanlite.models.base import Decoder
 from titanlite.optim.base import Optimizer
-from titanlite.optim.low_bit import BLOCK, LowBitAdamW, has_blocks, moments_by_rows
+from titanlite.optim.low_bit import BLOCK, CompiledAdamW, has_blocks, moments_by_rows
 
 BFLOAT16_BETA2 = 0.99  # largest beta2 with bfloat16 state: at 0.999, sqrt(v) is 21% too large
 StateDtype = Literal["float32", "bfloat16", "int8"]
@@ -115,7 +115,8 @@ class AdamW(AdamWKeys, name="adamw"):
 def build_adamw(
     groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, state_dtype: StateDtype
 ) -> torch.optim.Optimizer:
-    """The AdamW optimizer of parameter groups, each with `params`, `lr` and `weight_decay`."""
-    if state_dtype != "float32":
-        return LowBitAdamW(groups, betas, eps, state_dtype)
+    """The AdamW optimizer of parameter groups, each with `params`, `lr` and `weight_decay`. On CUDA, torch's
+    fused implementation is slower: it writes the divided gradients, too."""
+    if state_dtype != "float32" or any(p.is_cuda for group in groups for p in group["params"]):
+        return CompiledAdamW(groups, betas, eps, state_dtype)
     return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)

@@ -224,8 +224,8 @@ def guarded_step(optimizer: torch.optim.Optimizer, apply: torch.Tensor, divisor:
     divide. Optimizers that follow the protocol of torch.amp.GradScaler read `apply` and `divisor` as tensors
     and need no host synchronisation: they set `_step_supports_amp_scaling`, and their step reads `found_inf`
     (1.0: skip) and `grad_scale` (the divisor or None). torch's fused Adam, AdamW, SGD and Adagrad follow it,
-    as do LowBitAdamW and MuonOptimizer. For all other optimizers this function divides the gradients, and the
-    host waits for `apply` once per step."""
+    as do CompiledAdamW and MuonOptimizer. For all other optimizers this function divides the gradients, and
+    the host waits for `apply` once per step."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     device = parameters[0].device
     if takes_grad_scaler_tensors(optimizer) and device.type in ("cpu", "cuda"):

@@ -1,4 +1,4 @@
-"""AdamW whose state is in bfloat16 or in 8 bits: `optimizer.state_dtype`.
+"""AdamW by a compiled kernel, with state in fp32, bfloat16 or 8 bits: `optimizer.state_dtype`.
 
 In 8 bits, a block of 64 consecutive values along the last dim shares an fp32 scale s, the largest absolute
 value of the block:
@@ -26,18 +26,26 @@ from torch.distributed.tensor import DTensor
 from titanlite.config.component import ConfigError
 from titanlite.mesh import local_shard, plain_shard
 from titanlite.optim.base import load_in_place
-from titanlite.torch_compat import compile_update, dtensor_like, foreach_copy, mark_dynamic, plain_tensor
+from titanlite.torch_compat import (
+    compile_update,
+    dtensor_like,
+    foreach_copy,
+    fused_adamw,
+    mark_dynamic,
+    plain_tensor,
+)
 
 BLOCK = 64  # values per scale
 KEYS = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")  # without blocks there are no scales
 DTYPES = (torch.int8, torch.float32, torch.uint8, torch.float32)  # of KEYS
 CPU_CHUNK = 1 << 16  # values that the CPU updates at a time: their temporary tensors fit its cache
+LARGE = 1 << 22  # values from which a parameter with fp32 state has a kernel of its own
 ROWS_ELEMENTS = 1 << 24  # of moments_by_rows: 64 MiB in fp32
 SMALLEST = torch.finfo(torch.float32).tiny  # the scale of a block of zeros
 
 
-class LowBitAdamW(torch.optim.Optimizer):
-    """AdamW with state in `state_dtype`: "bfloat16" or "int8".
+class CompiledAdamW(torch.optim.Optimizer):
+    """AdamW with state in `state_dtype`: "float32", "bfloat16" or "int8".
 
     Each step computes the moments and the update in fp32, from the stored moments, and rounds only the
     moments that it stores. With "int8", parameters of fewer than two dims and parameters whose last dim is no
@@ -49,7 +57,9 @@ class LowBitAdamW(torch.optim.Optimizer):
     state is made by the constructor.
 
     The step follows the protocol of `guarded_step`: it reads `found_inf` and `grad_scale` as tensors and does
-    not wait for the device. On CUDA the update of a parameter is one kernel, compiled once for all shapes."""
+    not wait for the device. On CUDA the update of a parameter is one kernel, compiled once for all shapes.
+    With "float32", parameters of fewer than `LARGE` values share torch's fused kernels, because hundreds of
+    small kernels would wait for the host."""
 
     _step_supports_amp_scaling = True
 
@@ -57,6 +67,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, state_dtype: str
     ):
         super().__init__(groups, {"betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._least = LARGE if state_dtype == "float32" else 0
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = _initial_state(parameter, state_dtype)
@@ -77,10 +88,17 @@ class LowBitAdamW(torch.optim.Optimizer):
             steps = torch.stack(old_steps) + apply
             foreach_copy(old_steps, steps.unbind())
             scalars = _scalars(group, steps, one if divisor is None else divisor, apply)
+            small = []
             for parameter, state, row in zip(parameters, states, scalars.unbind()):
                 assert parameter.grad is not None
                 tensors = [parameter, parameter.grad, *_moment_tensors(state)]
-                _step_one(row, _blocks([plain_shard(tensor) for tensor in tensors]))
+                shards = [plain_shard(tensor) for tensor in tensors]
+                if parameter.numel() < self._least:
+                    small.append([*shards, state["step"]])
+                else:
+                    _step_one(row, _blocks(shards))
+            if small:
+                fused_adamw(list(zip(*small)), group, found_inf, divisor)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         load_in_place(self, state_dict)
@@ -179,7 +197,7 @@ def _scalars(
         torch.full_like(steps, group["eps"]),
         torch.full_like(steps, 1 - beta1),
         torch.full_like(steps, 1 - beta2),
-        divisor.to(steps).expand_as(steps),
+        (1 / divisor.to(steps)).expand_as(steps),
         apply.to(steps).expand_as(steps),
     ]
     return torch.stack(columns, 1).float()
@@ -216,10 +234,10 @@ def _update(
 
     On CPU each operation is rounded by itself (torch.lerp would not be), which makes the bits of a value
     independent of its place in the tensor."""
-    shrink, step_size, inverse_root, eps, weight1, weight2, divisor, apply = scalars.unbind()
+    shrink, step_size, inverse_root, eps, weight1, weight2, factor, apply = scalars.unbind()
     in_8_bits = len(state) == len(KEYS)
     m, v = _decode(*state) if in_8_bits else (state[0].float(), state[1].float())
-    g = gradient.float() / divisor
+    g = gradient.float() * factor
     m = m + (g - m) * weight1
     v = v + (g * g - v) * weight2
     updated = weight * shrink - m * step_size / (v.sqrt() * inverse_root + eps)
@@ -230,11 +248,11 @@ def _update(
 
 def _encode(m: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Codes and scales of fp32 moments [number of blocks, 64], in the order of KEYS. Codes are whole numbers
-    in fp32."""
+    in fp32. Products with a reciprocal replace most divisions, because exact division is slow."""
     scale1 = m.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)
     scale2 = v.amax(-1, keepdim=True).clamp(min=SMALLEST)
-    x, root = m / scale1, (v / scale2).sqrt() * 255
-    codes1 = (2 * x / (1 + x.abs()) * 127).round()
+    x, root = m * (1 / scale1), (v * (1 / scale2)).sqrt() * 255
+    codes1 = (254 * x / (1 + x.abs())).round()
     codes2 = torch.where(v > 0, root.round().clamp(min=1), 0)
     return codes1, scale1, codes2, scale2
 
@@ -243,5 +261,5 @@ def _decode(
     codes1: torch.Tensor, scale1: torch.Tensor, codes2: torch.Tensor, scale2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The fp32 moments of codes and scales."""
-    x, root = codes1.float() / 127, codes2.float() / 255
+    x, root = codes1.float() * (1 / 127), codes2.float() * (1 / 255)
     return x / (2 - x.abs()) * scale1, root * root * scale2

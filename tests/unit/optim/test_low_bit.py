@@ -6,6 +6,7 @@ CUDA."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from titanlite.mesh import ALONE
 from titanlite.optim import low_bit
 from titanlite.optim.adamw import AdamW, StateDtype
 from titanlite.optim.base import guarded_step, set_lr
-from titanlite.optim.low_bit import BLOCK, LowBitAdamW, stored_in_8_bits
+from titanlite.optim.low_bit import BLOCK, CompiledAdamW, stored_in_8_bits
 from titanlite.train import train
 
 INT8, BFLOAT16 = "--optimizer.state_dtype=int8", "--optimizer.state_dtype=bfloat16"
@@ -67,6 +68,27 @@ def test_five_steps_are_near_those_of_fp32_state(state_dtype: StateDtype) -> Non
             assert error < 1e-4, name
         else:
             assert 1e-4 < error < 2e-2, name
+
+
+def test_fp32_state_is_that_of_torchs_fused_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, CompiledAdamW also has fp32 state: with a kernel of its own for each large parameter. Here its
+    CPU code. The third step is skipped."""
+    monkeypatch.setattr(low_bit, "LARGE", 1000)  # `weight` is large
+
+    def trained(make: Callable[..., torch.optim.Optimizer], divisor: float) -> dict[str, torch.Tensor]:
+        params = parameters()
+        optimizer = make([{"params": list(params.values()), "lr": 1e-2, "weight_decay": 0.3}])
+        for step in range(1, 6):
+            for p in params.values():
+                p.grad = torch.full_like(p, torch.nan) if step == 3 else gradient(p.shape, step)
+            guarded_step(optimizer, torch.tensor(step != 3), torch.tensor(divisor))
+        return values(params, optimizer)
+
+    ours = partial(CompiledAdamW, betas=(0.9, 0.95), eps=1e-8, state_dtype="float32")
+    wanted = trained(partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True), 3.0)
+    torch.testing.assert_close(trained(ours, 3.0), wanted, rtol=1e-5, atol=1e-6)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(trained(ours, 1.0), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_the_state_takes_its_bytes() -> None:
@@ -147,7 +169,7 @@ def test_control_blocks_that_depend_on_the_shard_differ() -> None:
 def test_a_shard_that_cuts_a_block_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(low_bit, "local_shard", lambda t: t[..., :96])
     with pytest.raises(ConfigError, match=r"shape \(8, 128\) is cut into shards of \(8, 96\)") as e:
-        LowBitAdamW([{"params": [nn.Parameter(torch.ones(8, 128))], "lr": 1.0}], (0.9, 0.95), 1e-8, "int8")
+        CompiledAdamW([{"params": [nn.Parameter(torch.ones(8, 128))], "lr": 1.0}], (0.9, 0.95), 1e-8, "int8")
     assert e.value.key == "optimizer.state_dtype"
 
 
@@ -359,7 +381,7 @@ def final_loss(state_dtype: str, seed: int, num_steps: int) -> torch.Tensor:
     mlp = [nn.Linear(256, 128), nn.SiLU(), nn.Linear(128, 256)]
     net = nn.Sequential(nn.Embedding(256, 64), Uneven(), nn.Flatten(), *mlp)
     config = {"lr": 3e-3, "weight_decay": 0.1}
-    optimizer = LowBitAdamW([{"params": list(net.parameters()), **config}], (0.9, 0.95), 1e-8, state_dtype)
+    optimizer = CompiledAdamW([{"params": list(net.parameters()), **config}], (0.9, 0.95), 1e-8, state_dtype)
     table = torch.randint(0, 256, (256,), generator=torch.Generator().manual_seed(7))
     data = torch.Generator().manual_seed(seed)
     losses = []
