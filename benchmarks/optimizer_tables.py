@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from benchmarks.transfer_lr import Losses, summary  # noqa: E402
 from titanlite.models.llama3 import Llama3  # noqa: E402
 from titanlite.optim.orthogonalize import num_flops  # noqa: E402
 
@@ -28,7 +29,7 @@ PAGE = ROOT / "docs/optimizers.md"
 RESULTS, PICTURE = ROOT / "benchmarks/results", "assets/optimizer_curves.png"
 CURVES, STEPS = "optimizer_curves_h200.json", "optimizer_steps_*.json"
 FIXED = "optimizer_fixed_weights_h200x2.json"
-TRANSFER = "transfer_lr_h200.json"
+TRANSFER = [f"transfer_lr_h200{part}.json" for part in ("", "_seeds", "_seeds_more")]
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 VALIDATION, LOSS = "eval/loss", "train/loss"
 SPEED, RESERVED = "throughput/tokens_per_second_per_device", "memory/peak_reserved_gib"
@@ -221,25 +222,40 @@ def step_row(name: str, result: dict[str, Any]) -> list[str]:
 
 
 def transfer() -> str:
-    """The losses and the optima of transfer_lr.py, by search and seed."""
-    if not (RESULTS / TRANSFER).exists():
+    """The losses and the optima of transfer_lr.py, by search and seed: of the searches, and of the runs with
+    further seeds."""
+    searches = [json.loads(path.read_text()) for name in TRANSFER if (path := RESULTS / name).exists()]
+    if not searches:
         return "Unmeasured.\n"
-    result = json.loads((RESULTS / TRANSFER).read_text())
-    summary, env = result["summary"], result["env"]
-    columns = [(name, seed) for name, seeds in summary["losses"].items() for seed in seeds]
-    losses = [summary["losses"][name][seed] for name, seed in columns]
+    losses: dict[str, Losses] = {}
+    for result in searches[1:]:
+        for name, by_seed in result["summary"]["losses"].items():
+            mine = losses.setdefault(name, {})
+            for seed, by_rate in by_seed.items():
+                mine.setdefault(int(seed), {}).update({float(rate): by_rate[rate] for rate in by_rate})
+    env = searches[0]["env"]
+    words = f"One {env['device']}, torch {env['torch']} ({', '.join(f'`{name}`' for name in TRANSFER)})."
+    tables = [_search(searches[0]["summary"])]
+    if losses:
+        tables.append(_search(json.loads(json.dumps(summary(losses)))))  # with keys as in the files
+    return "\n".join([*tables, f"{paragraph(words)}\n"])
+
+
+def _search(searches: Mapping[str, Any]) -> str:
+    """The table of a summary of transfer_lr.py, and a sentence with the ratios of the best rates."""
+    columns = [(name, seed) for name, seeds in searches["losses"].items() for seed in seeds]
+    losses = [searches["losses"][name][seed] for name, seed in columns]
     rates = sorted({rate for of_column in losses for rate in of_column}, key=float)
     rows = [[rate, *(_loss(of_column, rate) for of_column in losses)] for rate in rates]
-    rows.append(["best rate", *(_optimum(summary["optima"][name].get(seed)) for name, seed in columns)])
+    rows.append(["best rate", *(_optimum(searches["optima"][name].get(seed)) for name, seed in columns)])
     head = ["peak learning rate", *(f"`{name}`, seed {seed}" for name, seed in columns)]
     ratios = [
         f"The best rate of `{name}` is {' and '.join(f'{ratio:.2f}' for ratio in by_seed.values())} times"
         " that of `narrow` with the same seed."
-        for name, by_seed in summary["ratios"].items()
+        for name, by_seed in searches["ratios"].items()
         if by_seed
     ]
-    words = paragraph(*ratios, f"One {env['device']}, torch {env['torch']} (`{TRANSFER}`).")
-    return f"{table(head, rows)}\n{words}\n"
+    return f"{table(head, rows)}\n{paragraph(*ratios)}\n"
 
 
 def _loss(losses: Mapping[str, float | None], rate: str) -> str:

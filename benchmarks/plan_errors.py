@@ -37,7 +37,8 @@ BEFORE = ("llama3_1b_h200x4_b16_torchtitan", "llama3_1b_h200x4_b8", "llama3_1b_h
 # By their times, several runs shared the GPU: a step of memory_h200 took four times as long as the same step
 # of guard_h200, and those of float8_curve_h200 became up to four times as fast near the end. The searches of
 # transfer_lr_h200*.json shared it.
-UNTIMED = ("memory_h200", "float8_curve_h200", "transfer_lr_h200", "transfer_lr_h200_seeds")
+TRANSFER = tuple(f"transfer_lr_h200{part}" for part in ("", "_seeds", "_seeds_more"))
+UNTIMED = ("memory_h200", "float8_curve_h200", *TRANSFER)
 # finetune.toml of docs/finetuning.md, as overrides of debug.toml.
 FINETUNE = {
     "model.name": "qwen3",
@@ -131,9 +132,13 @@ def _cases(name: str, result: dict[str, Any]) -> Iterator[tuple[str, list[str], 
             run = result["runs"][case]
             overrides = [f"--{key}={value}" for key, value in FINETUNE.items()]
             yield case, [*overrides, *(LORA if run["adapters"] else [])], _medians(run["reports"])
-    elif name.startswith("transfer_lr_h200"):
+    elif name == "olmoe_1b_7b_h200":
+        yield "", given, _medians(result["reports"])
+    elif name in TRANSFER:
         for case in ("narrow", "rules"):
             search = result["searches"][case]
+            if not search["runs"]:
+                continue
             yield case, search["keys"], _medians([run["last"] for run in search["runs"]])
     elif name == "float8_curve_h200":
         for case, curve in result["curves"].items():

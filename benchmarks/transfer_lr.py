@@ -92,8 +92,8 @@ class Searches:
             return
         if beside := neighbours(losses_of(name)[FIRST_SEED])[::2]:
             rates = ",".join(f"{rate:g}" for rate in beside)
-            seed = f"--training.seed={SECOND_SEED}"
-            self.tune(name, name + NEIGHBOURS, f"--optimizer.lr={rates}", seed, "--rungs=1", "--seeds=1")
+            only = [f"--training.seed={SECOND_SEED}", "--rungs=1", "--seeds=1"]
+            self.tune(name, name + NEIGHBOURS, f"--optimizer.lr={rates}", *only)
 
     def tune(self, name: str, folder: str, *words: str) -> bool:
         """Run `titanlite tune` in `folder` until the budget is spent. Returns whether it came to its end."""

@@ -142,13 +142,16 @@ def test_the_ratio_of_two_best_rates_and_what_the_page_says(
     monkeypatch.setattr(optimizer_tables, "RESULTS", tmp_path)
     assert optimizer_tables.transfer() == "Unmeasured.\n"
     recorded_runs = {"summary": at_an_end, "env": {"device": "GPU", "torch": "2.11.0"}}
-    (tmp_path / optimizer_tables.TRANSFER).write_text(json.dumps(recorded_runs))
+    (tmp_path / optimizer_tables.TRANSFER[0]).write_text(json.dumps(recorded_runs))
     page = " ".join(optimizer_tables.transfer().split())
     assert "| 0.008 | 3.9218 | | 3.2628 |" not in page  # it diverged
     assert "| 0.008 | 3.9218 | | diverged | |" in page
     assert "| at an end |" in page
     assert "The best rate of `rules` is 1.30 and 1.00 times that of `narrow`" in page
     assert "`standard` is" not in page
+    further = {"losses": {"narrow": {"2": {"0.001": 3.5}}, "rules": {}, "standard": {}}}
+    (tmp_path / optimizer_tables.TRANSFER[1]).write_text(json.dumps({"summary": further}))
+    assert "| 0.001 | 3.5000 |" in optimizer_tables.transfer()
 
 
 MODULE = '''"""What the module does."""

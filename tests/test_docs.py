@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiktoken
 
-from benchmarks import optimizer_tables, trained_run
+from benchmarks import olmoe_run, optimizer_tables, trained_run
 from tests.support import module_list, planning_page, stages_page, suite_times
 from tests.support.quoted_code import PAGES, QUOTE, ROOT, refreshed
 from titanlite.config.schema import FIELD_TYPES
@@ -177,6 +177,14 @@ def test_the_planning_page_quotes_what_titanlite_prints() -> None:
     assert planning_page.picture() == drawn, "run: python -m tests.support.planning_page"
     assert planning_page.picture("--training.local_batch_size=4") != drawn  # control
     assert f"../assets/{planning_page.PICTURE.name}" in page
+
+
+def test_the_run_of_olmoe_is_described_with_its_numbers() -> None:
+    result = json.loads(olmoe_run.RESULT.read_text())
+    page = olmoe_run.PAGE.read_text(encoding="utf-8")
+    assert page == olmoe_run.refreshed(page, result), "run: python benchmarks/olmoe_run.py"
+    result["reports"][-1]["eval/loss"] += 1
+    assert page != olmoe_run.refreshed(page, result)  # control
 
 
 def test_the_trained_run_is_described_with_its_numbers() -> None:

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.support.gpu import column, run
 from tests.support.low_bit import Cut, grid, joined, rows, trained_shards, whole
-from titanlite.optim import low_bit
+from titanlite.optim import adamw, low_bit
 from titanlite.optim.adamw import StateDtype, build_adamw
 from titanlite.optim.base import guarded_step
 from titanlite.torch_compat import compile_update
@@ -39,8 +39,9 @@ def give_gradients(optimizer: torch.optim.Optimizer, step: int) -> None:
         p.grad = torch.randn(p.shape, generator=generator).to(p.device)
 
 
-def test_fp32_state_is_that_of_torchs_fused_adamw() -> None:
+def test_fp32_state_is_that_of_torchs_fused_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large parameters have a compiled kernel, small ones torch's. The third step is skipped."""
+    monkeypatch.setattr(adamw, "MANY", 1000)
     optimizer = optimizer_of([(2048, 4096), (1024, 4096), (30, 40), ()], "float32")
     assert isinstance(optimizer, low_bit.CompiledAdamW)
     params = optimizer.param_groups[0]["params"]
@@ -126,7 +127,8 @@ def test_no_block_size_of_the_kernel_changes_a_bit(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
-def test_a_skipped_step_leaves_every_bit(state_dtype: StateDtype) -> None:
+def test_a_skipped_step_leaves_every_bit(state_dtype: StateDtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adamw, "MANY", 1000)
     optimizer = optimizer_of(SHAPES, state_dtype)
     give_gradients(optimizer, 1)
     guarded_step(optimizer, torch.tensor(True, device="cuda"), None)

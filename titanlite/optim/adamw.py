@@ -1,5 +1,5 @@
-"""AdamW (Loshchilov & Hutter 2019): CompiledAdamW on CUDA and for bfloat16 or 8-bit state; torch's fused
-implementation for fp32 state on the CPU."""
+"""AdamW (Loshchilov & Hutter 2019): CompiledAdamW for large models on CUDA and for bfloat16 or 8-bit state;
+otherwise torch's fused implementation."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any, Literal
 import torch
 
 from titanlite.config.component import ConfigError
-from titanlite.mesh import Mesh
+from titanlite.mesh import Mesh, local_shard
 from titanlite.models.base import Decoder
 from titanlite.optim.base import Optimizer
 from titanlite.optim.low_bit import BLOCK, CompiledAdamW, has_blocks, moments_by_rows
 
+MANY = 1 << 29  # values of the parameters on one GPU
 BFLOAT16_BETA2 = 0.99  # largest beta2 with bfloat16 state: at 0.999, sqrt(v) is 21% too large
 StateDtype = Literal["float32", "bfloat16", "int8"]
 
@@ -115,8 +116,10 @@ class AdamW(AdamWKeys, name="adamw"):
 def build_adamw(
     groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, state_dtype: StateDtype
 ) -> torch.optim.Optimizer:
-    """The AdamW optimizer of parameter groups, each with `params`, `lr` and `weight_decay`. On CUDA, torch's
-    fused implementation is slower: it writes the divided gradients, too."""
-    if state_dtype != "float32" or any(p.is_cuda for group in groups for p in group["params"]):
+    """The AdamW optimizer of parameter groups, each with `params`, `lr` and `weight_decay`. With `MANY`
+    values on a GPU, torch's fused implementation is slower: it also writes the divided gradients. With few,
+    it is faster: it asks less of the host (adamw_update_h200.json)."""
+    shards = [local_shard(p) for group in groups for p in group["params"] if p.is_cuda]
+    if state_dtype != "float32" or sum(shard.numel() for shard in shards) >= MANY:
         return CompiledAdamW(groups, betas, eps, state_dtype)
     return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)

@@ -39,7 +39,7 @@ BLOCK = 64  # values per scale
 KEYS = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")  # without blocks there are no scales
 DTYPES = (torch.int8, torch.float32, torch.uint8, torch.float32)  # of KEYS
 CPU_CHUNK = 1 << 16  # values that the CPU updates at a time: their temporary tensors fit its cache
-LARGE = 1 << 22  # values from which a parameter with fp32 state has a kernel of its own
+LARGE = 1 << 22  # values from which a shard with fp32 state has a kernel of its own
 ROWS_ELEMENTS = 1 << 24  # of moments_by_rows: 64 MiB in fp32
 SMALLEST = torch.finfo(torch.float32).tiny  # the scale of a block of zeros
 
@@ -58,8 +58,8 @@ class CompiledAdamW(torch.optim.Optimizer):
 
     The step follows the protocol of `guarded_step`: it reads `found_inf` and `grad_scale` as tensors and does
     not wait for the device. On CUDA the update of a parameter is one kernel, compiled once for all shapes.
-    With "float32", parameters of fewer than `LARGE` values share torch's fused kernels, because hundreds of
-    small kernels would wait for the host."""
+    With "float32", shards of fewer than `LARGE` values share torch's fused kernels, because hundreds of small
+    kernels would wait for the host."""
 
     _step_supports_amp_scaling = True
 
@@ -93,7 +93,7 @@ class CompiledAdamW(torch.optim.Optimizer):
                 assert parameter.grad is not None
                 tensors = [parameter, parameter.grad, *_moment_tensors(state)]
                 shards = [plain_shard(tensor) for tensor in tensors]
-                if parameter.numel() < self._least:
+                if shards[0].numel() < self._least:
                     small.append([*shards, state["step"]])
                 else:
                     _step_one(row, _blocks(shards))
