@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import getpass
 import logging
 import os
 import signal
+import tempfile
 
+# Compiled code stays out of the user's cache folder.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two tests run side by side; before torch is imported
 
 from collections.abc import Callable, Iterator

@@ -34,6 +34,11 @@ class Compile:
     """Backend of torch.compile. `inductor` generates kernels. `aot_eager` and `eager` run the traced graphs
     with torch's operators, to find out whether tracing or generated code causes an error."""
 
+    cache_dir: str = ""
+    """Folder in which compiled code is kept for later starts. It must belong to you alone, and must not be in
+    the run folder, because the code is executed. Empty: `titanlite/compile` in your cache folder
+    (`$XDG_CACHE_HOME`, otherwise `~/.cache`), or `$TORCHINDUCTOR_CACHE_DIR` if you have set it."""
+
     def __post_init__(self) -> None:
         if self.backend != "inductor":  # the list of backends takes a second to import
             known = torch.compiler.list_backends(exclude_tags=())

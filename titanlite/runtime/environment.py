@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 _LAUNCHER_PID = "TITANLITE_LAUNCHER_PID"
 _TUNE_PID = "TITANLITE_TUNE_PID"
@@ -103,6 +104,21 @@ def set_library_defaults() -> None:
 def set_deterministic_defaults() -> None:
     """Give cuBLAS the fixed workspace without which torch refuses deterministic algorithms."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def user_cache() -> Path:
+    """The folder for what programs of this user keep and can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+
+
+def compile_cache_of_user() -> str | None:
+    """The folder in which torch's compiler keeps its code, if the user has chosen one."""
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or None
+
+
+def set_compile_cache(folder: str) -> None:
+    """Let torch's compiler keep its code in this folder. Call this before the first compilation."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
 
 
 def stay_on_this_node() -> None:

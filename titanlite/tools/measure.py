@@ -34,6 +34,7 @@ from titanlite.planning.layouts import DOES_NOT_FIT, FITS, Layout, assess
 from titanlite.planning.step_time import LINK_SHARE
 from titanlite.planning.step_timer import seconds_of, time_steps
 from titanlite.report.terminal import table
+from titanlite.runtime.compile_cache import use_compile_cache
 from titanlite.runtime.environment import is_under_torchrun
 from titanlite.runtime.link import block_collectives
 from titanlite.runtime.process import device_name
@@ -62,6 +63,7 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
     try:
         gpus, one_rank = _num_gpus(job, ranks), _on_one_rank(job)
         with runtime(one_rank.training, one_rank.parallelism, job.comm) as rt:
+            use_compile_cache(job.compile.cache_dir, rt.device, job.folder)
             measurement = _measure(one_rank, options.config, rt)
     except ConfigError as e:
         raise toml.read(options.config, overrides)[1].located(e) from None

@@ -1,0 +1,108 @@
+"""Pins where torch's compiler keeps its code: in a folder of the user's alone, by versions and device; what
+is refused; and that a second start reads it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.support.jobs import metrics_in
+from titanlite.config.component import ConfigError
+from titanlite.runtime import compile_cache, environment
+from titanlite.runtime.compile_cache import use_compile_cache
+
+ROOT = Path(__file__).resolve().parents[3]
+CPU, VARIABLE = torch.device("cpu"), "TORCHINDUCTOR_CACHE_DIR"
+
+
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    """An environment with nothing but the user's cache folder."""
+    values = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    monkeypatch.setattr(environment, "os", SimpleNamespace(environ=values))
+    return values
+
+
+def test_compiled_code_is_kept_in_the_users_cache_folder(environ: dict[str, str], tmp_path: Path) -> None:
+    use_compile_cache("", CPU, tmp_path / "run")
+    folder = Path(environ[VARIABLE])
+    assert folder.parent == tmp_path / "cache/titanlite/compile"
+    assert folder.name.startswith(f"torch-{torch.__version__}_titanlite-")
+    assert folder.name.endswith(torch.backends.cpu.get_cpu_capability().replace(" ", "_"))
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder.parent)] == [0o700, 0o700]
+
+
+def test_the_users_variable_stays_unless_the_key_is_set(environ: dict[str, str], tmp_path: Path) -> None:
+    environ[VARIABLE] = "mine"
+    use_compile_cache("", CPU, tmp_path / "run")
+    assert environ[VARIABLE] == "mine"
+    use_compile_cache(str(tmp_path / "other"), CPU, tmp_path / "run")
+    assert Path(environ[VARIABLE]).parent == tmp_path / "other"
+
+
+def test_a_folder_that_others_may_write_to_is_refused(environ: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"can be written to by other users; `chmod 700 ") as e:
+        use_compile_cache(str(folder), CPU, tmp_path / "run")
+    assert e.value.key == "compile.cache_dir"
+    assert VARIABLE not in environ
+    folder.chmod(0o755)
+    use_compile_cache(str(folder), CPU, tmp_path / "run")  # control
+
+
+def test_a_folder_of_another_user_is_refused(
+    environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_cache, "os", SimpleNamespace(getuid=lambda: os.getuid() + 1))
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        use_compile_cache("", CPU, tmp_path / "run")
+
+
+def test_a_folder_inside_the_run_folder_is_refused(environ: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    for folder in ("run", "run/cache", "link/cache"):
+        with pytest.raises(ConfigError, match="is in the run folder"):
+            use_compile_cache(str(tmp_path / folder), CPU, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_cache_folder_that_cannot_be_made(
+    environ: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").touch()
+    with caplog.at_level(logging.WARNING):
+        use_compile_cache("", CPU, tmp_path / "run")
+    assert VARIABLE not in environ
+    assert "compiled code is not kept in" in caplog.text
+    with pytest.raises(ConfigError, match="cannot use the folder"):
+        use_compile_cache(str(tmp_path / "cache/mine"), CPU, tmp_path / "run")
+
+
+@pytest.mark.full
+def test_a_second_start_compiles_from_the_cache(tmp_path: Path) -> None:
+    """In fresh processes. The control has a cache of its own."""
+    seconds, losses = {}, {}
+    for run, cache in (("first", "a"), ("second", "a"), ("control", "b")):
+        folder = tmp_path / run
+        keys = {"training.steps": 2, "compile.enable": "true", "checkpoint.enable": "false"}
+        keys |= {"compile.cache_dir": tmp_path / cache, "data.cache_dir": tmp_path / "data"}
+        words = [f"--{key}={value}" for key, value in (keys | {"job.dump_folder": folder}).items()]
+        subprocess.run(
+            [sys.executable, "-m", "titanlite.cli", "train", "debug", *words], cwd=ROOT, check=True
+        )
+        reports = metrics_in(folder)
+        seconds[run] = sum(report.get("compile/seconds", 0.0) for report in reports)
+        losses[run] = [report["train/loss"] for report in reports]
+    assert seconds["second"] < seconds["first"] / 2, seconds
+    assert seconds["control"] > seconds["second"] * 2, seconds
+    assert losses["first"] == losses["second"] == losses["control"]

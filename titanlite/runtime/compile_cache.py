@@ -1,0 +1,62 @@
+"""Where torch's compiler keeps the code that it generates, so that a later start does not generate it again:
+a folder of the user's, because the code is executed when it is read. It is never in a run folder, which
+people copy and share."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+import torch
+
+from titanlite import __version__
+from titanlite.config.component import ConfigError
+from titanlite.log import logger
+from titanlite.runtime.environment import compile_cache_of_user, set_compile_cache, user_cache
+from titanlite.runtime.process import device_name
+
+
+def use_compile_cache(cache_dir: str, device: torch.device, run_folder: Path) -> None:
+    """Let torch's compiler keep its code in `cache_dir`, by default `titanlite/compile` in the user's cache
+    folder, and there in a folder for these versions of torch and titanlite and this device. If the user has
+    set TORCHINDUCTOR_CACHE_DIR, it stays, unless `cache_dir` is given.
+
+    Raises ConfigError if others own the folder or may write to it, or if it is in `run_folder`. If the
+    default folder cannot be made, compiled code stays where torch keeps it, and a warning says so."""
+    if not cache_dir and compile_cache_of_user():
+        return
+    folder = Path(cache_dir).expanduser() if cache_dir else user_cache() / "titanlite" / "compile"
+    if cache_dir and folder.resolve().is_relative_to(run_folder.resolve()):
+        raise ConfigError(
+            f"{folder} is in the run folder {run_folder}: who copies the run would execute the code in it",
+            "compile.cache_dir",
+        )
+    # Code for a CPU uses the instructions of this one, and a home folder may be on several machines.
+    kind = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device_name(device)
+    name = f"torch-{torch.__version__} titanlite-{__version__} {kind}"
+    own = folder / re.sub(r"[^\w.+-]+", "_", name)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_owner(folder)
+        own.mkdir(mode=0o700, exist_ok=True)
+    except OSError as e:
+        if cache_dir:
+            raise ConfigError(f"cannot use the folder {folder}: {e.strerror}", "compile.cache_dir") from None
+        logger.warning(f"compiled code is not kept in {folder}: {e.strerror}")
+        return
+    set_compile_cache(str(own.absolute()))
+
+
+def _check_owner(folder: Path) -> None:
+    status = folder.stat()
+    if status.st_uid != os.getuid():
+        why = "belongs to another user"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        why = f"can be written to by other users; `chmod 700 {folder}` takes their right away"
+    else:
+        return
+    raise ConfigError(
+        f"{folder} {why}. The code in it is executed: name a folder of your own", "compile.cache_dir"
+    )
