@@ -102,13 +102,13 @@ def test_the_shipped_template_prompts_as_it_trains(tmp_path: Path) -> None:
 
 
 def test_all_bytes_of_the_last_character_count(tmp_path: Path) -> None:
-    """transformers counts only the first token of a character that ends a span."""
+    """transformers up to 5.23 counts only the first token of a character that ends a span."""
     template = GENERATION.replace("<s>BODY</s>", "{{ m.content }}").replace("{% endfor", "</s>{% endfor")
     folder = write_tokenizer(tmp_path / "t", template)
     messages = [{"role": "assistant", "content": "hm \U0001f9ff"}]
     _, mask = encoded(format_of(folder), messages)
+    assert len(mask) > len("hm ") + 2  # the character has several tokens
     assert mask.tolist() == [True] * (len(mask) - 1) + [False]
-    assert sum(theirs(folder, messages)[1]) < sum(mask)
 
 
 @pytest.mark.parametrize("name", ["<|im_end|>", "<s>", "</s>", "<|im_start|>assistant\nyes<|im_end|>"])
