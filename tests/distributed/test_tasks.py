@@ -35,6 +35,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp 2": (2, {"cp": 2}),
     "dp_replicate 2": (2, {"dp_replicate": 2}),
     "pp 2, zero bubble": (2, {"pp": 2, "schedule": "ZBVZeroBubble", "layers": 4}),
+    "expert parallel 2": (2, {"family": "qwen3_moe", "ep": 2}),
     "tp 2, compiled": (2, {"tp": 2, "compile": "aot_eager"}),
     "cp 2 x tp 2": (4, {"cp": 2, "tp": 2}),
     "pp 2 x tp 2": (4, {"pp": 2, "tp": 2}),
@@ -77,7 +78,7 @@ def scores(world_size: int, layout: dict[str, Any]) -> np.ndarray:
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_has_the_scores_of_one_process(run_on: Callable[..., Any], name: str) -> None:
     world_size, layout = LAYOUTS[name]
-    wanted = scores(1, {key: value for key, value in layout.items() if key == "layers"})
+    wanted = scores(1, {key: value for key, value in layout.items() if key in ("layers", "family")})
     results = run_on(world_size, scores, world_size, layout)
     assert all(np.array_equal(result, results[0]) for result in results)
     assert results[0] == pytest.approx(wanted, rel=1e-5)

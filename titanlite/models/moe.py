@@ -361,7 +361,8 @@ def experts_to_hf(config: MoEConfig) -> dict[str, Any]:
 def experts_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The fields that experts_to_hf writes, from a config.json. Raises ConfigError for missing keys."""
     # transformers 5 reads num_experts and writes num_local_experts.
-    values = {"num_experts": config.get("num_local_experts"), **config}
+    number = config.get("num_experts")
+    values = {**config, "num_experts": config.get("num_local_experts") if number is None else number}
     keys = {
         "num_experts": "n_experts",
         "num_experts_per_tok": "n_experts_per_token",

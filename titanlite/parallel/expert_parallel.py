@@ -48,21 +48,31 @@ def check_expert_parallel(parallelism: Parallelism, degrees: Degrees, model: Mod
             KEY,
         )
     rest, config = num_ranks // degree, model.config
-    if (degree > 1 or degrees.tp > 1) and (num_experts // degree) % rest:
-        for name, size in (("dim", config.dim), ("2 moe_hidden_dim", 2 * config.moe_hidden_dim)):
-            if size % rest:
-                raise ConfigError(
-                    f"FSDP cannot shard {num_experts // degree} experts per rank over {rest} ranks: neither "
-                    f"their number nor {name} = {size} is divisible by {rest}; possible: "
-                    f"{_divisors(num_ranks, num_experts)}",
-                    KEY,
-                )
+    rows = {"dim": config.dim, "2 moe_hidden_dim": 2 * config.moe_hidden_dim}
+
+    def fits(degree: int) -> bool:
+        """Whether FSDP can shard the experts of a rank, or else their rows."""
+        rest = num_ranks // degree
+        return not (num_experts // degree) % rest or not any(size % rest for size in rows.values())
+
+    if (degree > 1 or degrees.tp > 1) and not fits(degree):
+        name, size = next((name, size) for name, size in rows.items() if size % rest)
+        possible = [n for n in _common_divisors(num_ranks, num_experts) if fits(n)]
+        advice = f"possible: {', '.join(map(str, possible))}" if possible else "change the number of ranks"
+        raise ConfigError(
+            f"FSDP cannot shard {num_experts // degree} experts per rank over {rest} ranks: neither their "
+            f"number nor {name} = {size} is divisible by {rest}; {advice}",
+            KEY,
+        )
 
 
 def _divisors(*numbers: int) -> str:
     """The common divisors of the numbers, for messages."""
-    divisors = [n for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers)]
-    return ", ".join(map(str, divisors))
+    return ", ".join(map(str, _common_divisors(*numbers)))
+
+
+def _common_divisors(*numbers: int) -> list[int]:
+    return [n for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers)]
 
 
 def apply_expert_parallel(net: Decoder, mesh: Mesh, parallelism: Parallelism) -> None:
@@ -146,17 +156,20 @@ class AllToAll:
 class Gather:
     """Dispatches tokens by gathering those of all ranks of the group. Each rank sums the outputs of its own
     experts for all tokens, and a reduce-scatter adds up the sums of all ranks. `group`: the ranks along
-    `expert`, which have equal numbers of tokens.
+    `expert`. In training they have equal numbers of tokens. Without gradients they may not, as when they
+    score different questions, and tokens take the way of AllToAll.
 
     Shape suffixes: M = tokens of all ranks, R = pairs of token and expert for this rank's experts, L =
     experts per rank. A rank whose experts get no token takes part."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self._group = group
+        self._group, self._of_any_sizes = group, AllToAll(group)
 
     def __call__(
         self, h_ND: torch.Tensor, routing: Routing, experts: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return self._of_any_sizes(h_ND, routing, experts)
         num_experts = len(routing.counts_E) // self._group.size()
         expert_MK = _gather(routing.experts_NK, self._group) - self._group.rank() * num_experts
         expert_MK = expert_MK.where((expert_MK >= 0) & (expert_MK < num_experts), num_experts)

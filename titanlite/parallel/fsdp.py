@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from titanlite.mesh import Mesh
+from titanlite.mesh import Mesh, local_shard
 from titanlite.models.base import Decoder
 from titanlite.models.moe import moe_layers_of
 from titanlite.parallel.expert_parallel import fsdp_dim
@@ -99,7 +99,8 @@ def _is_small(net: Decoder, dtype: torch.dtype, device_type: str) -> bool:
     ranks use the memory of the smallest device."""
     if device_type != "cuda":
         return False
-    gathered = sum(p.numel() for p in net.blocks().parameters()) * dtype.itemsize
+    # Tensor and expert parallel leave each rank a shard of its own, of which FSDP gathers the parts.
+    gathered = sum(local_shard(p).numel() for p in net.blocks().parameters()) * dtype.itemsize
     device = torch.cuda.current_device()
     memory = torch.tensor(torch.cuda.get_device_properties(device).total_memory, device=device)
     torch.distributed.all_reduce(memory, torch.distributed.ReduceOp.MIN)

@@ -21,8 +21,8 @@ experts and the product again in the backward, and keeps besides:
 Compiled, all of them are kept in the compute dtype. Which ones the compiler keeps was found from runs of
 llama3_1b on one H200 (activation_checkpointing_h200.json, llama3_1b_float8_h200_b16_torchtitan.json in
 benchmarks/results); benchmarks/plan_errors.py compares with all recorded runs. Without the compiler the list
-follows from torch's autograd formulas, and a test counts it. With experts, the test counts both: no run with
-experts was measured. Tokens are taken to choose all experts equally often.
+follows from torch's autograd formulas, and a test counts it. With experts, the test counts both. Tokens
+are taken to choose all experts equally often.
 """
 
 from __future__ import annotations
