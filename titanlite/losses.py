@@ -203,14 +203,21 @@ def gradient_in_forward(
 ) -> LossFunction:
     """Cross-entropy that also computes its gradients in the forward, in `num_chunks(tokens)` chunks."""
 
-    def chunk_loss(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
+    def torch_loss(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
         if backend or not vocabulary.is_whole:
             return loss_and_gradient_(logits_CV, targets_C, vocabulary, z_loss_multiplier)
         return eager_loss_and_gradient_(logits_CV, targets_C, z_loss_multiplier)
 
     if backend:
         options = loss_compile_options(backend)
-        chunk_loss = torch.compile(chunk_loss, fullgraph=True, backend=backend, options=options)
+        torch_loss = torch.compile(torch_loss, fullgraph=True, backend=backend, options=options)
+
+    def chunk_loss(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
+        if backend == "inductor" and vocabulary.is_whole and logits_CV.device.type == "cuda":
+            from titanlite.cross_entropy_kernel import fused_loss_and_gradient_  # needs Triton
+
+            return fused_loss_and_gradient_(logits_CV, targets_C, z_loss_multiplier)
+        return torch_loss(logits_CV, targets_C)
 
     def chunked_cross_entropy(
         hidden_BTD: torch.Tensor, weight_VD: torch.Tensor, targets_BT: torch.Tensor
