@@ -16,7 +16,7 @@ from titanlite.models.base import Decoder
 from titanlite.optim.base import Optimizer
 from titanlite.optim.low_bit import BLOCK, CompiledAdamW, has_blocks, moments_by_rows
 
-MANY = 1 << 29  # values of the parameters on one GPU
+MANY = 1 << 26  # values of the parameters on one GPU
 BFLOAT16_BETA2 = 0.99  # largest beta2 with bfloat16 state: at 0.999, sqrt(v) is 21% too large
 StateDtype = Literal["float32", "bfloat16", "int8"]
 
