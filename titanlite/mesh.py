@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.component import ConfigError, check_at_least
-from titanlite.torch_compat import flatten_mesh, local_offsets, plain_tensor
+from titanlite.torch_compat import flatten_mesh, local_offsets, plain_tensor, symmetric_memory_of_fsdp
 
 
 class Degrees(NamedTuple):
@@ -114,13 +114,19 @@ class Parallelism:
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether FSDP frees gathered parameters after the forward and gathers them again for the backward.
     `always`: yes, except for the last block and the head, with which the backward begins. `never`: no.
-    `default`: yes with training.enable_cpu_offload. Otherwise no if there is only one shard, if the gathered
-    parameters fit into 5% of the GPU's memory, or if pipeline parallel would gather them for each
-    micro-batch; in all other cases yes."""
+    `default`: yes with training.enable_cpu_offload. Otherwise no if there is only one shard, if pipeline
+    parallel would gather them for each micro-batch, or if `titanlite plan` says of the run with `never` that
+    it fits the GPU; in all other cases yes, also on a CPU. Where the plan's memory is unmeasured: no if they
+    take at most 5% of the GPU's memory. The start log has the decision."""
     fsdp_reduce: Literal["step", "micro_batch"] = "step"
     """When gradients are summed over ranks. `step`: once per step, which is faster, but every rank keeps
     gradients of the whole model while micro-batches accumulate. `micro_batch`: after each micro-batch; every
     rank keeps only its shard."""
+    fsdp_symmetric_memory: bool = False
+    """Gather parameters and reduce gradients in NCCL's symmetric memory, on CUDA with torch 2.13 or newer.
+    Within one node, NCCL_CTA_POLICY=2 in the environment lets the GPUs' copy engines gather, so that no
+    multiprocessors are taken from the computation. Its speed and memory are unmeasured. No effect without
+    FSDP and on a CPU."""
 
     def __post_init__(self) -> None:
         for key in (*KEYS, EXPERT_KEY):
@@ -147,6 +153,14 @@ class Parallelism:
                 f"a sequence length of {seq_len} is no multiple of tensor_parallel_degree {tp}: sequence "
                 "parallel shards the tokens of each sequence over the tensor-parallel ranks",
                 key,
+            )
+
+    def check_device(self, device: torch.device) -> None:
+        """Raises ConfigError if this torch lacks a function that the layout needs on `device`."""
+        if self.fsdp_symmetric_memory and device.type == "cuda" and symmetric_memory_of_fsdp() is None:
+            raise ConfigError(
+                f"FSDP has symmetric memory from torch 2.13 on; this is torch {torch.__version__}: unset it",
+                "parallelism.fsdp_symmetric_memory",
             )
 
     @property

@@ -45,6 +45,7 @@ from titanlite.metrics.meter import Meter, StepCost
 from titanlite.metrics.sinks.base import RunInfo, Sinks
 from titanlite.models.base import Decoder
 from titanlite.parallel.apply import ParallelSettings
+from titanlite.planning.reshard import resolve_reshard
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, environment
 from titanlite.runtime.signals import StopRequests
@@ -59,6 +60,8 @@ def check_device(
     """The attention backend for this device, and the name of its kernel. Raises ConfigError if the job needs
     something that the device lacks."""
     job.float8.check_device(device)
+    job.parallelism.check_device(device)
+    job.compile.check_device(device)
     job.profiling.check(device, world_size)
     model = job.model.config
     needs = AttentionNeeds(
@@ -78,9 +81,10 @@ def check_device(
 
 
 def parallel_settings(job: Job, rt: Runtime, attention: AttentionBackend) -> ParallelSettings:
-    """The settings that decide how the model is sharded and run."""
+    """The settings that decide how the model is sharded and run. Collective."""
+    make_run = partial(job.planned_run, rt.world_size, rt.param_dtype)
     return ParallelSettings(
-        parallelism=job.parallelism,
+        parallelism=resolve_reshard(job.parallelism, rt, make_run),
         attention=attention,
         activation_checkpoint=job.activation_checkpoint,
         compile=job.compile,

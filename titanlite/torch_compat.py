@@ -143,9 +143,12 @@ def finish_weight_backward(module: torch.nn.Module) -> None:
             parameter.to_accumulated_grad_if_needed()
 
 
-def reshards_after_forward(module: torch.nn.Module) -> bool:
-    """Whether an FSDP module frees its gathered parameters after the forward."""
-    return all(group.post_forward_mesh_info is not None for group in _fsdp_groups(module))
+def symmetric_memory_of_fsdp() -> Callable[[Any], None] | None:
+    """The method that lets an FSDP module gather and reduce in NCCL's symmetric memory, collective over its
+    ranks; None before torch 2.13."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return getattr(FSDPModule, "set_symm_mem_for_comm", None)
 
 
 def time_fsdp_waits(

@@ -18,7 +18,7 @@ from titanlite.attention.base import AttentionBackend, AttentionNeeds
 from titanlite.models.mistral import Mistral
 from titanlite.parallel.compile import Compile, apply_compile
 from titanlite.parallel.initialize import fill_normal
-from titanlite.torch_compat import compilations
+from titanlite.torch_compat import compilations, symmetric_memory_of_fsdp
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -221,10 +221,20 @@ def test_masked_rows_train_alike_and_resume(tmp_path: Path, corpus: Path, backen
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_how_weights_are_gathered_changes_no_number(tmp_path: Path, corpus: Path) -> None:
+    default = run(tmp_path, corpus, ngpu=2, name="default")
+    freed = run(tmp_path, corpus, "--parallelism.fsdp_reshard_after_forward=always", ngpu=2, name="freed")
+    assert column(freed, "train/loss") == column(default, "train/loss")
+    if symmetric_memory_of_fsdp() is not None:
+        symmetric = run(tmp_path, corpus, "--parallelism.fsdp_symmetric_memory", ngpu=2, name="symmetric")
+        assert column(symmetric, "train/loss") == pytest.approx(column(default, "train/loss"), rel=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_gpus_equal_one_and_resume_across(tmp_path: Path, corpus: Path) -> None:
     # Of fused attention there is none for fp32 with fewer key heads: `math` has to be asked for.
     fp32 = ["--training.mixed_precision_param=float32", "--attention.sdpa_kernel=math"]
-    # So small a model would not be freed between forward and backward.
+    # In bf16, the default would keep the gathered weights of so small a model.
     fp32 += ["--parallelism.fsdp_reshard_after_forward=always", "--model.overrides.tie_word_embeddings=false"]
     one = run(tmp_path, corpus, *fp32, name="one")
     two = run(tmp_path, corpus, *fp32, ngpu=2, name="two")

@@ -34,7 +34,8 @@ def steps(optimizer: Muon, device: str, mesh: Mesh = ALONE) -> dict[str, torch.T
     for name, p in net.named_parameters():
         fill_normal(p, name, 1.0 if p.ndim == 1 else 0.0, 0.05, seed=0)
     if mesh.device_mesh is not None:
-        apply_fsdp(net, mesh, torch.float32, torch.float32, "always", cpu_offload=False)
+        always = Parallelism(fsdp_reshard_after_forward="always")
+        apply_fsdp(net, mesh, torch.float32, torch.float32, always, cpu_offload=False)
     built = optimizer.build(net, mesh)
     for step in range(4):
         set_gradients_of(net, step)

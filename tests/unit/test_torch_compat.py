@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tests.support.fsdp import reshards_after_forward
 from titanlite import torch_compat
 from titanlite.runtime import process
 
@@ -268,7 +269,28 @@ def test_whether_fsdp_frees_gathered_parameters(reshard: bool) -> None:
     with torch_compat.fake_process_group(0, 2):
         net = nn.Linear(4, 4)
         fully_shard(net, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=reshard)
-        assert torch_compat.reshards_after_forward(net) == reshard
+        assert reshards_after_forward(net) == reshard
+
+
+def test_fsdp_gathers_and_reduces_in_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's builds for CPUs have no such memory, so its choice of a backend is left out."""
+    use_symmetric_memory = torch_compat.symmetric_memory_of_fsdp()
+    if use_symmetric_memory is None:
+        assert tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+        return
+    backends = list[str]()
+    monkeypatch.setattr("torch.distributed._symmetric_memory.set_backend", backends.append)
+    with torch_compat.fake_process_group(0, 2):
+        net = nn.Linear(4, 4)
+        fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+        net.set_force_sum_reduction_for_comms(True)  # as apply_fsdp does; NCCL's memory supports sums only
+        (group,) = torch_compat._fsdp_groups(net)
+        before = [type(c).__name__ for c in (group._all_gather_comm, group._reduce_scatter_comm)]
+        use_symmetric_memory(net)
+        after = [type(c).__name__ for c in (group._all_gather_comm, group._reduce_scatter_comm)]
+    assert before == ["DefaultAllGather", "DefaultReduceScatter"]
+    assert after == ["SymmMemAllGather", "SymmMemReduceScatter"]
+    assert set(backends) == {"NCCL"}
 
 
 def calls_of_fsdp_waits(accumulate: bool) -> Counter[str]:

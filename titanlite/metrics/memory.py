@@ -30,6 +30,7 @@ REMEDIES = """
   activation_checkpoint.mode = "selective" or "full": fewer activations, more computation
   loss.name = "chunked_cross_entropy", loss.chunk_tokens lower: fewer logits
   parallelism.fsdp_reduce = "micro_batch": smaller gradients while micro-batches accumulate
+  parallelism.fsdp_reshard_after_forward = "always": no gathered weights between forward and backward
   optimizer.state_dtype = "int8": AdamW's state in 2.1 instead of 8 bytes per parameter
   more GPUs with parallelism.data_parallel_shard_degree = -1: smaller shards of weights and optimizer state
   training.enable_cpu_offload = true: weights, gradients and optimizer state on the CPU, which is slow"""

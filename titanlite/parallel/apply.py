@@ -82,8 +82,7 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
         apply_precision(net, dtype)
     else:
         for stage in stages.values():
-            reshard = parallelism.fsdp_reshard_after_forward
-            apply_fsdp(stage, mesh, dtype, settings.reduce_dtype, reshard, offload)
+            apply_fsdp(stage, mesh, dtype, settings.reduce_dtype, parallelism, offload)
             time_waits(stage, settings.clock, on_cuda=mesh.fsdp.device_type == "cuda")
     pipeline = None
     if mesh.pp is not None:
@@ -103,6 +102,7 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
         gathers_float8=float8.gathers_float8 and mesh.device_mesh is not None,
         cpu_offload=offload,
         expert_loads=loads,
+        cuda_graphs=compile.cuda_graphs,
         clock=settings.clock,
     )
     return ShardedModel(net, loss_function, settings.attention, execution)

@@ -19,14 +19,26 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from titanlite.mesh import Mesh, local_shard
+from titanlite.mesh import EXPERT_FSDP, Degrees, Mesh, Parallelism
 from titanlite.models.base import Decoder
 from titanlite.models.moe import moe_layers_of
 from titanlite.parallel.expert_parallel import fsdp_dim
 from titanlite.step_clock import StepClock
-from titanlite.torch_compat import finish_weight_backward, time_fsdp_waits
+from titanlite.torch_compat import finish_weight_backward, symmetric_memory_of_fsdp, time_fsdp_waits
 
-MAX_GATHERED = 0.05  # share of the device's memory that gathered blocks may keep after the forward
+
+def frees_by_default(
+    parallelism: Parallelism, degrees: Degrees, has_experts: bool, cpu_offload: bool
+) -> bool:
+    """Whether FSDP frees gathered parameters after the forward if fsdp_reshard_after_forward is "default".
+    Decisions that depend on memory have replaced the value before: planning/reshard.py.
+
+    With one shard there is nothing to free; experts with axes of their own may have more shards than the
+    other parameters. Pipeline parallel would gather again for each micro-batch."""
+    num_shards = degrees.dp_shard * degrees.cp
+    if has_experts and parallelism.shards_experts_apart:
+        num_shards = max(num_shards, degrees.of_experts(parallelism.expert_parallel_degree)[EXPERT_FSDP])
+    return cpu_offload or (num_shards > 1 and degrees.pp == 1)
 
 
 def apply_fsdp(
@@ -34,7 +46,7 @@ def apply_fsdp(
     mesh: Mesh,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
-    reshard_after_forward: str,
+    parallelism: Parallelism,
     cpu_offload: bool,
 ) -> None:
     """Shard each block, the embedding and the head, in place. Tied embeddings are sharded with the root
@@ -43,9 +55,9 @@ def apply_fsdp(
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    may_free = mesh.fsdp.shape[-1] > 1 and mesh.pp is None
-    frees_by_default = cpu_offload or (may_free and not _is_small(net, param_dtype, mesh.fsdp.device_type))
-    reshard = {"always": True, "never": False, "default": frees_by_default}[reshard_after_forward]
+    reshard = parallelism.fsdp_reshard_after_forward == "always"
+    if parallelism.fsdp_reshard_after_forward == "default":
+        reshard = frees_by_default(parallelism, mesh.degrees, bool(net.moe_layers()), cpu_offload)
     pinned = CPUOffloadPolicy(pin_memory=mesh.fsdp.device_type == "cuda")
     offload = pinned if cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mp_policy=policy, offload_policy=offload)
@@ -70,6 +82,8 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)
             if isinstance(module, nn.Embedding):
                 module.set_unshard_in_backward(False)  # an embedding's backward does not read the weight
+    if parallelism.fsdp_symmetric_memory and mesh.fsdp.device_type == "cuda":
+        _use_symmetric_memory(net)
 
 
 def _prefetch_next_block(blocks: list[nn.Module]) -> None:
@@ -87,24 +101,20 @@ def _prefetch_next_block(blocks: list[nn.Module]) -> None:
             block.set_modules_to_backward_prefetch(groups[i - 1])
 
 
+def _use_symmetric_memory(net: Decoder) -> None:
+    """Let the collectives of all FSDP modules use NCCL's symmetric memory. Collective."""
+    use_symmetric_memory = symmetric_memory_of_fsdp()
+    assert use_symmetric_memory is not None, "Parallelism.check_device accepted this torch"
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            use_symmetric_memory(module)
+
+
 def time_waits(net: Decoder, clock: StepClock, on_cuda: bool) -> None:
     """Let `clock` count the time in which FSDP waits for its collectives."""
     for module in net.modules():
         if isinstance(module, FSDPModule):
             time_fsdp_waits(module, clock.waiting_in, on_cuda)
-
-
-def _is_small(net: Decoder, dtype: torch.dtype, device_type: str) -> bool:
-    """Whether all blocks may stay gathered, because they take little of the device's memory. Collective: all
-    ranks use the memory of the smallest device."""
-    if device_type != "cuda":
-        return False
-    # Tensor and expert parallel leave each rank a shard of its own, of which FSDP gathers the parts.
-    gathered = sum(local_shard(p).numel() for p in net.blocks().parameters()) * dtype.itemsize
-    device = torch.cuda.current_device()
-    memory = torch.tensor(torch.cuda.get_device_properties(device).total_memory, device=device)
-    torch.distributed.all_reduce(memory, torch.distributed.ReduceOp.MIN)
-    return gathered <= MAX_GATHERED * memory.item()
 
 
 def sync_gradients(net: Decoder, on: bool) -> None:

@@ -18,6 +18,7 @@ from titanlite.losses import IGNORE, WHOLE_VOCABULARY, LossFunction, VocabularyS
 from titanlite.mesh import ALONE, Mesh
 from titanlite.models.base import Decoder, HeadFn, Inputs, is_adapter, logits
 from titanlite.models.lora import initial_bound
+from titanlite.parallel.cuda_graphs import CudaGraphs, MicroBatchLosses
 from titanlite.parallel.expert_loads import ExpertLoads
 from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.fsdp import reshard, sync_gradients
@@ -38,7 +39,8 @@ class ExecutionSettings:
     `head_fn_for_logits`: the head_fn that returns the logits of the whole vocabulary.
     `reduce_every_micro_batch`: reduce gradients after each micro-batch, not once per step. `gathers_float8`:
     FSDP gathers weights in float8. `cpu_offload`: weights stay in host memory. `expert_loads`: counts and
-    balances the loads of experts; None: nobody does. `clock`: measures the phases of the steps."""
+    balances the loads of experts; None: nobody does. `cuda_graphs`: the key compile.cuda_graphs. `clock`:
+    measures the phases of the steps."""
 
     mesh: Mesh = ALONE
     auxiliary_losses: tuple[str, ...] = ()
@@ -51,6 +53,7 @@ class ExecutionSettings:
     gathers_float8: bool = False
     cpu_offload: bool = False
     expert_loads: ExpertLoads | None = None
+    cuda_graphs: bool = False
     clock: StepClock = field(default_factory=lambda: StepClock(torch.device("cpu")))
 
 
@@ -89,6 +92,7 @@ class ShardedModel:
         self.auxiliary_losses: dict[str, torch.Tensor] = {}
         self._auxiliary_sums: list[torch.Tensor] = []  # of the loss's auxiliary losses, per micro-batch
         self.sharding = SequenceSharding(self.mesh.cp) if self.mesh.degrees.cp > 1 else None
+        self._graphs = CudaGraphs(net, self._micro_batch) if self.settings.cuda_graphs else None
 
     def materialize(self, device: torch.device, seed: int) -> None:
         """Allocate parameters and buffers, which are on the meta device, and set their initial values."""
@@ -141,22 +145,48 @@ class ShardedModel:
             self.auxiliary_losses = self._auxiliary_losses_of_loss(num_targets)
             return self._counted_once(total)
         total, auxiliary = torch.zeros((), device=num_targets.device), dict[str, torch.Tensor]()
+        graphs = self._graphs
+        if graphs is not None and (observer is not None or not graphs.begin_step(micro_batches[0])):
+            graphs = None
         for i, batch in enumerate(micro_batches):
-            clock.enter("forward")
-            is_last = i == len(micro_batches) - 1
-            sync_gradients(self.net, self.settings.reduce_every_micro_batch or is_last)
-            loss = self.net(*self.model_inputs(batch, observer)) / num_targets.clamp(min=1)
-            total += loss.detach()
-            for name, value in self.net.auxiliary_losses().items():
-                value = value / num_targets.clamp(min=1)
-                auxiliary[name] = auxiliary.get(name, 0.0) + value.detach()
-                loss = loss + value
-            clock.enter("backward")
-            loss.backward()
+            if graphs is not None:
+                clock.enter("forward_backward")
+                losses = graphs.forward_backward(batch, num_targets, is_first=i == 0)
+            else:
+                is_last = i == len(micro_batches) - 1
+                sync_gradients(self.net, self.settings.reduce_every_micro_batch or is_last)
+                losses = self._micro_batch(batch, num_targets, observer, clock)
+            total += losses.tokens
+            for name, value in losses.auxiliary.items():
+                auxiliary[name] = auxiliary.get(name, 0.0) + value
+            if losses.of_loss is not None:
+                self._auxiliary_sums.append(losses.of_loss)
         if both := auxiliary.keys() & set(self.settings.auxiliary_losses):
             raise ConfigError(f"loss and model both have an auxiliary loss {min(both)!r}", "loss.name")
         self.auxiliary_losses = auxiliary | self._auxiliary_losses_of_loss(num_targets)
         return self._counted_once(total)
+
+    def _micro_batch(
+        self,
+        batch: Batch,
+        num_targets: torch.Tensor,
+        observer: LossObserver | None = None,
+        clock: StepClock | None = None,
+    ) -> MicroBatchLosses:
+        """Forward and backward of one micro-batch. `clock`: measures the phases; None: nothing does."""
+        if clock is not None:
+            clock.enter("forward")
+        loss = self.net(*self.model_inputs(batch, observer)) / num_targets.clamp(min=1)
+        tokens, auxiliary = loss.detach(), dict[str, torch.Tensor]()
+        for name, value in self.net.auxiliary_losses().items():
+            value = value / num_targets.clamp(min=1)
+            auxiliary[name] = value.detach()
+            loss = loss + value
+        if clock is not None:
+            clock.enter("backward")
+        loss.backward()
+        of_loss = self._auxiliary_sums.pop() if self.settings.auxiliary_losses else None
+        return MicroBatchLosses(tokens, auxiliary, of_loss)
 
     def weights_changed(self) -> None:
         """Update values that are derived from the weights. Call it after loading a checkpoint; `after_step`

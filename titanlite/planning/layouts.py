@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from titanlite.mesh import EXPERT_KEY, Degrees, Parallelism
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.planning.cards import GIB, Cluster
-from titanlite.planning.memory import OUTSIDE, RESERVED, PlannedRun, RankMemory, rank_memory
+from titanlite.planning.memory import OUTSIDE, RankMemory, at_most, rank_memory
+from titanlite.planning.planned import PlannedRun
 from titanlite.planning.step_time import StepTime, step_time
 
 FITS, CLOSE, DOES_NOT_FIT = "fits", "close", "does not fit"
@@ -65,7 +66,7 @@ def verdict(memory: Sequence[RankMemory], card_gib: float) -> str:
     """Whether the ranks' memory fits a GPU: with the most that torch has been seen to reserve, or only
     without (close)."""
     peak = max(rank.peak.total for rank in memory)
-    if peak * RESERVED + OUTSIDE <= card_gib * GIB:
+    if at_most(memory) <= card_gib * GIB:
         return FITS
     return CLOSE if peak + OUTSIDE <= card_gib * GIB else DOES_NOT_FIT
 

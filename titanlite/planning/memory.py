@@ -8,27 +8,20 @@ benchmarks/plan_errors.py compares the peaks with all recorded runs."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
-from titanlite.losses import ChunkedCrossEntropy, Loss
-from titanlite.mesh import Degrees, Parallelism
-from titanlite.models.base import Decoder
-from titanlite.optim.base import Optimizer
-from titanlite.optim.ema import EMA
+from titanlite.losses import ChunkedCrossEntropy
 from titanlite.optim.muon import Muon
 from titanlite.optim.muon_optimizer import BUCKET_BYTES
-from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
-from titanlite.parallel.compile import Compile
-from titanlite.parallel.float8 import Float8
-from titanlite.parallel.fsdp import MAX_GATHERED
+from titanlite.parallel.fsdp import frees_by_default
 from titanlite.parallel.pipeline_parallel import STAGES_PER_RANK
-from titanlite.planning.activations import BlockShape, Kept, kept_by_block
-from titanlite.planning.sharding import Parameter, RankParameters, Unit, rank_parameters
-from titanlite.runtime.training import BatchLayout, Training
+from titanlite.planning.activations import Kept, kept_by_block
+from titanlite.planning.planned import PlannedRun
+from titanlite.planning.sharding import RankParameters, Unit, rank_parameters
 
 GIB = 1 << 30
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "gathered", "workspace")
@@ -36,61 +29,7 @@ CUBLAS_WORKSPACE = 32 << 20  # torch's default on Hopper: docs of CUBLAS_WORKSPA
 # The most memory that torch has reserved, in units of what its tensors take: recorded runs have 1.00 to 1.23
 # (llama3_8b_6layers_h200x2_tensor_float8.txt). And a guess of what is outside torch: CUDA's context, NCCL.
 RESERVED, OUTSIDE = 1.23, 2 * GIB
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedRun:
-    """What decides the memory of a rank: the whole model on the meta device, and sections of the job.
-    `parameters`: parameters_of(net, optimizer). `global_batch`: the largest number of sequences per step.
-    `device_bytes`: memory of a GPU."""
-
-    net: Decoder
-    parameters: Sequence[Parameter]
-    training: Training
-    global_batch: int
-    degrees: Degrees
-    optimizer: Optimizer
-    loss: Loss
-    parallelism: Parallelism = field(default_factory=Parallelism)
-    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
-    compile: Compile = field(default_factory=Compile)
-    float8: Float8 = field(default_factory=Float8)
-    ema: EMA = field(default_factory=EMA)
-    param_dtype: torch.dtype = torch.bfloat16
-    device_bytes: int = 0
-
-    @property
-    def layout(self) -> str:
-        """The layout in words."""
-        return self.parallelism.describe(self.degrees, self.shape.num_experts)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether FSDP wraps the model; a single process shards nothing."""
-        return self.degrees != Degrees(1, 1, 1, 1, 1)
-
-    @property
-    def num_micro_batches(self) -> int:
-        return BatchLayout.of(self.training, self.degrees.data_parallel).num_micro_batches(self.global_batch)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a micro-batch on one rank; tensor parallel shards them further between the layers."""
-        return self.training.local_batch_size * self.training.seq_len // self.degrees.cp
-
-    @cached_property
-    def shape(self) -> BlockShape:
-        num_chosen = getattr(self.net.config, "n_experts_per_token", 1)
-        return BlockShape.of(
-            self.net,
-            size=self.param_dtype.itemsize,
-            compiled=self.compile.enable,
-            is_float8=self.float8.enable and self.float8.recipe != "rowwise_with_gw_hp",
-            tp=self.degrees.tp,
-            cp=self.degrees.cp,
-            ep=self.parallelism.expert_parallel_degree,
-            gathers_tokens=self.parallelism.gathers_tokens(num_chosen),
-        )
+LITTLE = 0.05  # share of a GPU's memory that kept weights may take in any run
 
 
 @dataclass(frozen=True)
@@ -119,9 +58,52 @@ class RankMemory:
         return max(self.moments, key=lambda moment: moment.total)
 
 
+class Reshard(NamedTuple):
+    """Whether FSDP frees gathered weights after the forward, and why."""
+
+    frees: bool
+    reason: str
+
+
 def rank_memory(run: PlannedRun) -> list[RankMemory]:
     """The memory of the ranks, one entry per place along the pipeline-parallel axis."""
-    return [_Step(run, pp_rank).memory() for pp_rank in range(run.degrees.pp)]
+    return _rank_memory(run, reshard_choice(run).frees)
+
+
+def at_most(memory: Sequence[RankMemory]) -> float:
+    """The bytes of a GPU that the ranks need at most, with the most that torch has been seen to reserve."""
+    return max(rank.peak.total for rank in memory) * RESERVED + OUTSIDE
+
+
+def reshard_choice(run: PlannedRun) -> Reshard:
+    """What parallelism.fsdp_reshard_after_forward means for a run. The plan and the run both decide here.
+
+    Kept weights are not gathered again for the backward, which is faster, so the default keeps them where
+    they fit. Where the planned memory is unmeasured it keeps only what takes little, because running out of
+    memory costs more than gathering."""
+    choice, offloads = run.parallelism.fsdp_reshard_after_forward, run.training.enable_cpu_offload
+    if choice != "default":
+        return Reshard(choice == "always", f'fsdp_reshard_after_forward is "{choice}"')
+    if not frees_by_default(run.parallelism, run.degrees, bool(run.net.moe_layers()), offloads):
+        is_pipeline = run.degrees.pp > 1
+        once = "pipeline parallel would gather them again for each micro-batch"
+        return Reshard(False, once if is_pipeline else "there is one shard of each")
+    if offloads:
+        return Reshard(True, "training.enable_cpu_offload is set")
+    if not run.device_bytes:
+        return Reshard(True, "a CPU's memory is not planned")
+    if reason := run.unmeasured_memory:
+        gathered = sum(p.numel() for p in run.net.blocks().parameters()) * run.param_dtype.itemsize
+        if gathered <= LITTLE * run.device_bytes:
+            return Reshard(False, f"they take at most {LITTLE:.0%} of the GPU's memory")
+        return Reshard(True, f"whether they fit the GPU is not known ({reason})")
+    need = at_most(_rank_memory(run, frees=False))
+    sizes = f"up to {need / GIB:.1f} of the GPU's {run.device_bytes / GIB:.1f} GiB"
+    return Reshard(need > run.device_bytes, f"with them, the run is planned to need {sizes}")
+
+
+def _rank_memory(run: PlannedRun, frees: bool) -> list[RankMemory]:
+    return [_Step(run, pp_rank, frees).memory() for pp_rank in range(run.degrees.pp)]
 
 
 def in_flight(schedule: str, pp_rank: int, ranks: int, num_micro_batches: int) -> float:
@@ -147,13 +129,12 @@ def _sums(values: Iterable[float]) -> list[float]:
 class _Step:
     """Follows a step on the ranks with one coordinate along the pipeline-parallel axis."""
 
-    def __init__(self, run: PlannedRun, pp_rank: int):
-        self.run, self.pp_rank = run, pp_rank
+    def __init__(self, run: PlannedRun, pp_rank: int, frees: bool):
+        self.run, self.pp_rank, self.frees = run, pp_rank, frees
         self.parameters = rank_parameters(run.parameters, run.parallelism, run.degrees, pp_rank)
         self.units, self.blocks = self.parameters.units, list(self.parameters.blocks.values())
         by_block = kept_by_block(run.shape, run.activation_checkpoint, len(run.net.blocks()))
         self.kept: list[Kept] = [by_block[i] for i in self.parameters.blocks]
-        self.frees = self._frees_after_forward()
         # Sums over the first blocks, from no block to all of them.
         self.kept_of_first = _sums(kept.kept for kept in self.kept)
         self.gathered_of_first = _sums(map(self._gathered, self.blocks))
@@ -167,15 +148,6 @@ class _Step:
 
     def memory(self) -> RankMemory:
         return RankMemory(self.pp_rank, self.parameters, list(self._moments()))
-
-    def _frees_after_forward(self) -> bool:
-        """Whether FSDP frees blocks after the forward: the rule of apply_fsdp."""
-        run, choice = self.run, self.run.parallelism.fsdp_reshard_after_forward
-        shards = run.degrees.dp_shard * run.degrees.cp
-        gathered = run.param_dtype.itemsize * sum(block.gathered for block in self.blocks)
-        is_small = gathered <= MAX_GATHERED * run.device_bytes
-        by_default = run.training.enable_cpu_offload or (shards > 1 and run.degrees.pp == 1 and not is_small)
-        return {"always": True, "never": False, "default": by_default}[choice]
 
     # ---- the points of a step
 

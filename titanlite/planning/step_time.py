@@ -32,7 +32,8 @@ from titanlite.optim.orthogonalize import num_flops
 from titanlite.parallel.pipeline_parallel import STAGES_PER_RANK, ZERO_BUBBLE
 from titanlite.planning.activations import kept_by_block
 from titanlite.planning.cards import Cluster
-from titanlite.planning.memory import PlannedRun, RankMemory
+from titanlite.planning.memory import RankMemory
+from titanlite.planning.planned import PlannedRun
 
 MATMUL_SHARE = 0.64  # of the peak FLOP/s, for matrix products of bf16
 ATTENTION_SHARE = 0.5

@@ -106,6 +106,11 @@ class Runtime:
         dist.all_gather(rows, row)
         return torch.stack(rows).tolist()
 
+    def smallest_memory(self) -> int:
+        """Bytes of memory of the smallest GPU of all ranks. Collective."""
+        own = torch.cuda.get_device_properties(self.device).total_memory
+        return int(min(size for (size,) in self.gather_floats([own])))
+
     @contextmanager
     def rank_zero_first(self) -> Iterator[None]:
         """Run the body on rank 0 before the other ranks, which then find the files that rank 0 has written.

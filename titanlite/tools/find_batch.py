@@ -26,7 +26,8 @@ from titanlite.job import Job, load_job
 from titanlite.log import for_terminal, tell
 from titanlite.metrics.memory import REMEDIES, OutOfMemory
 from titanlite.planning.cards import GIB, Card, Cluster
-from titanlite.planning.memory import PlannedRun, rank_memory
+from titanlite.planning.memory import rank_memory
+from titanlite.planning.planned import PlannedRun
 from titanlite.report.recorded_run import Record, read_run
 from titanlite.report.terminal import table
 from titanlite.runtime.signals import Stopped, StopRequests

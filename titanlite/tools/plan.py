@@ -31,10 +31,11 @@ from titanlite.models.base import Decoder
 from titanlite.planning.calibration import Measurement, planned_gpus, read_measurement
 from titanlite.planning.cards import CARDS, GIB, Cluster
 from titanlite.planning.layouts import Layout, assess, search
-from titanlite.planning.memory import KINDS, OUTSIDE, RESERVED, PlannedRun
+from titanlite.planning.memory import KINDS, at_most
 from titanlite.planning.optimum import RULE, optimum
+from titanlite.planning.planned import MAX_BLOCKS, PlannedRun
 from titanlite.planning.saves import GPU_HOURS_PER_FAILURE, best_saves, span
-from titanlite.planning.sharding import knows_state, parameters_of, too_many_shards
+from titanlite.planning.sharding import knows_state, too_many_shards
 from titanlite.planning.step_time import guesses
 from titanlite.report.charts import short
 from titanlite.report.terminal import table
@@ -43,7 +44,6 @@ from titanlite.tools import fit
 from titanlite.tools.memory_picture import memory_svg
 
 DEFAULT_CARD = next(card for card in CARDS if card.name == "H100")
-MAX_BLOCKS = 1000  # of a planned model: one with more takes minutes
 GPUS_PER_NODE = 8
 # The law's runs had 70M to 16B parameters and 5B to 500B tokens (Hoffmann et al. 2022, section 3).
 LEAST_PARAMETERS, LEAST_TOKENS = 70_000_000, 5_000_000_000
@@ -88,27 +88,11 @@ def decisive_keys(job: Job) -> dict[str, Any]:
 
 def planned_run(job: Job, cluster: Cluster) -> PlannedRun:
     """The sections of a job that decide the memory and the time of a step. Raises ConfigError."""
-    degrees = job.parallelism.degrees(cluster.gpus)
-    batch = BatchLayout.of(job.training, degrees.data_parallel)
     if job.model.config.n_layers > MAX_BLOCKS:
         raise ConfigError(f"a plan counts at most {MAX_BLOCKS:,} blocks", "model.overrides.n_layers")
-    net = job.build_on_meta()
-    return PlannedRun(
-        net=net,
-        parameters=parameters_of(net, job.optimizer),
-        training=job.training,
-        global_batch=max(job.batch_sizes(batch.global_size).values()),
-        degrees=degrees,
-        optimizer=job.optimizer,
-        loss=job.loss,
-        parallelism=job.parallelism,
-        activation_checkpoint=job.activation_checkpoint,
-        compile=job.compile,
-        float8=job.float8,
-        ema=job.ema,
-        param_dtype=choose_param_dtype(job.training, torch.device("cpu" if cluster.card.is_cpu else "cuda")),
-        device_bytes=int(cluster.card.memory_gib * GIB),
-    )
+    device = torch.device("cpu" if cluster.card.is_cpu else "cuda")
+    device_bytes = 0 if cluster.card.is_cpu else int(cluster.card.memory_gib * GIB)
+    return job.planned_run(cluster.gpus, choose_param_dtype(job.training, device), device_bytes)
 
 
 def _plan(job: Job, options: Namespace) -> tuple[dict[str, Any], Layout]:
@@ -236,7 +220,7 @@ def _memory(layout: Layout, cluster: Cluster) -> dict[str, Any]:
     peak = layout.memory.peak
     return {
         "peak_allocated_gib": peak.total / GIB,
-        "at_most_gib": (peak.total * RESERVED + OUTSIDE) / GIB,
+        "at_most_gib": at_most([layout.memory]) / GIB,
         "card_gib": cluster.card.memory_gib,
         "peak_at": peak.name,
         "pipeline_rank": layout.memory.pp_rank,

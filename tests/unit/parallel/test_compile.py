@@ -179,6 +179,24 @@ def test_a_backend_is_one_that_torch_knows() -> None:
     assert e.value.key == "backend"
 
 
+def test_cuda_graphs_are_refused_where_they_cannot_be_recorded() -> None:
+    graphs, none = Compile(cuda_graphs=True), Compile()
+    for case, words in (
+        ((2, False, False), "one GPU, not on 2 ranks"),
+        ((1, True, False), "with experts"),
+        ((1, False, True), "document masks"),
+    ):
+        none.check(*case)
+        with pytest.raises(ConfigError, match=words) as error:
+            graphs.check(*case)
+        assert error.value.key == "compile.cuda_graphs"
+    graphs.check(1, False, False)
+    graphs.check_device(torch.device("cuda"))
+    none.check_device(torch.device("cpu"))
+    with pytest.raises(ConfigError, match="CUDA device, not cpu"):
+        graphs.check_device(torch.device("cpu"))
+
+
 def kept_elements(checkpointing: ActivationCheckpoint, compile: bool = False) -> int:
     """The number of elements that are kept for the backward. The compiler itself already keeps fewer."""
     torch.compiler.reset()

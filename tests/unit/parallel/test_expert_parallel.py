@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
+from tests.support.fsdp import reshards_after_forward
 from tests.support.models import family
 from titanlite.config.component import ConfigError
 from titanlite.losses import CrossEntropy
@@ -20,7 +21,7 @@ from titanlite.models.qwen3_moe import Qwen3MoE
 from titanlite.parallel.apply import ParallelSettings, parallelize
 from titanlite.parallel.expert_parallel import _order_by_expert, check_expert_parallel
 from titanlite.parallel.sharded_model import ShardedModel
-from titanlite.torch_compat import fake_process_group, reshards_after_forward
+from titanlite.torch_compat import fake_process_group
 
 SHAPE = {
     "dim": 40, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "hidden_dim": 64,

@@ -1,0 +1,136 @@
+"""Seconds from the command to the first step: cold, with a compile cache that the run before has filled, and
+resumed from a checkpoint; optionally beside torchtitan 0.2.2.
+
+    python benchmarks/start.py train_configs/llama3_1b.toml --ngpu 1 [--section.key=value ...]
+        --output benchmarks/results/NAME.json [--rounds 2] [--peer "--training.local_batch_size 16 ..."]
+
+Each round begins with empty compile caches of its own. `first_line_s`: until the program's first line, after
+its imports. `set_up_s`: until titanlite's line "steps 1 to N". `first_step_s`: until the line of the first
+step. Times are the clock's from the start of the launcher to the arrival of the line. Tokenizer and data are
+those of benchmarks/throughput.py, whose docstring says what `--peer` needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.environment import write_result  # noqa: E402
+from benchmarks.throughput import SHIPPED_DATA  # noqa: E402
+
+STEPS = 3
+MOMENTS = {
+    "first_line_s": re.compile(r"\[rank0\]|\[titan\]"),
+    "set_up_s": re.compile(r"\] \S* ?steps \d+ to \d+"),
+    "first_step_s": re.compile(r"\bstep:? +\d+\b.*\bloss"),
+}
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def main() -> None:
+    """Run all starts of all rounds and write the medians."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config")
+    parser.add_argument("--ngpu", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--peer", help="start torchtitan, with these options, in turns with titanlite")
+    parser.add_argument("--output", type=Path, required=True)
+    options, overrides = parser.parse_known_args()
+    starts: list[dict[str, Any]] = []
+    for round_ in range(options.rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            for name, command, environment in commands(options, overrides, Path(folder)):
+                starts.append({"start": name, "round": round_, **timed(command, environment)})
+                print(json.dumps(starts[-1]), flush=True)
+    medians = {
+        name: {
+            moment: round(statistics.median(s[moment] for s in starts if s["start"] == name), 2)
+            for moment in MOMENTS
+            if all(moment in s for s in starts if s["start"] == name)
+        }
+        for name in dict.fromkeys(s["start"] for s in starts)
+    }
+    result = {
+        "config": Path(options.config).name,
+        "overrides": overrides,
+        "peer_options": options.peer,
+        "ngpu": options.ngpu,
+        "medians": medians,
+        "starts": starts,
+    }
+    print(json.dumps(medians))
+    write_result(options.output, result, "torch", "torchtitan")
+
+
+def commands(
+    options: argparse.Namespace, overrides: list[str], folder: Path
+) -> list[tuple[str, list[str], dict[str, str]]]:
+    """Name, command and environment of each start of a round, in order."""
+    ours = [str(ROOT / "run_train.sh"), options.config, *SHIPPED_DATA, *overrides]
+    ours += [
+        f"--compile.cache_dir={folder / 'ours'}",
+        "--checkpoint.enable=true",
+        "--lr_scheduler.warmup_steps=0",
+    ]
+    env = os.environ | {"NGPU": str(options.ngpu), "PYTHON": sys.executable}
+    env.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    starts = []
+    if options.peer is not None:
+        peer = Path(os.environ["TORCHTITAN_PEER"])
+        theirs = [
+            sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.ngpu}",
+            "-m", "torchtitan.train", "--job.config_file", str(peer / "torchtitan.toml"),
+            "--job.dump_folder", str(folder / "peer"), "--training.steps", str(STEPS),
+            "--metrics.log_freq", "1", *shlex.split(options.peer),
+        ]  # fmt: skip
+        peer_env = env | {
+            "PYTHONPATH": f"{peer}:{env.get('PYTHONPATH', '')}",
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "theirs"),
+        }
+        starts += [("torchtitan, cold", theirs, peer_env), ("torchtitan, second", theirs, peer_env)]
+    for name, dump, steps in (
+        ("titanlite, cold", "cold", STEPS),
+        ("titanlite, second", "second", STEPS),
+        ("titanlite, resumed", "second", 2 * STEPS),
+    ):
+        where = [f"--job.dump_folder={folder / dump}", f"--training.steps={steps}"]
+        starts.append((name, [*ours, *where], env))
+    return starts
+
+
+def timed(command: list[str], environment: dict[str, str]) -> dict[str, float]:
+    """Run a command. Returns the seconds until each moment of MOMENTS that its output shows."""
+    moments, log = dict[str, float](), []
+    began = time.perf_counter()
+    with subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            log.append(line)
+            for name, pattern in MOMENTS.items():
+                if name not in moments and pattern.search(COLOURS.sub("", line)):
+                    moments[name] = round(time.perf_counter() - began, 2)
+    if process.returncode != 0 or "first_step_s" not in moments:
+        sys.exit(f"{command[0]} ended with {process.returncode}:\n{''.join(log)[-6000:]}")
+    return moments
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Which gathered parameters FSDP frees after the forward, and which modules use symmetric memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from tests.support.fsdp import reshards_after_forward
+from titanlite.config.component import ConfigError
+from titanlite.losses import CrossEntropy
+from titanlite.mesh import Parallelism, build_mesh
+from titanlite.models.base import Decoder, ModelFamily
+from titanlite.models.qwen3 import Qwen3
+from titanlite.models.qwen3_moe import Qwen3MoE
+from titanlite.parallel import fsdp
+from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.torch_compat import fake_process_group
+
+SHAPE = {"n_layers": 3, "tie_word_embeddings": False}
+DENSE, EXPERTS = Qwen3(flavor="debug", overrides=SHAPE), Qwen3MoE(flavor="debug", overrides=SHAPE)
+
+
+def sharded(model: ModelFamily, num_ranks: int, **keys: Any) -> Decoder:
+    """The model of rank 0 of `num_ranks` ranks, on the meta device."""
+    parallelism = Parallelism(**keys)
+    mesh = build_mesh(parallelism, "cpu", 0, num_ranks)
+    settings = ParallelSettings(parallelism=parallelism)
+    return parallelize(model.build_on_meta(), CrossEntropy(), mesh, settings).net
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "keys", "frees"),
+    [
+        (DENSE, 2, {}, True),
+        (DENSE, 2, {"tensor_parallel_degree": 2}, False),  # one shard
+        (DENSE, 4, {"tensor_parallel_degree": 2}, True),
+        (DENSE, 2, {"data_parallel_shard_degree": 1, "context_parallel_degree": 2}, True),
+        (DENSE, 2, {"data_parallel_shard_degree": 1, "data_parallel_replicate_degree": 2}, False),
+        (DENSE, 4, {"pipeline_parallel_degree": 2}, False),
+        # Tensor parallel does not shard experts, so FSDP shards them over its ranks.
+        (EXPERTS, 2, {"tensor_parallel_degree": 2}, True),
+        (EXPERTS, 2, {"tensor_parallel_degree": 2, "expert_parallel_degree": 2}, False),
+        (EXPERTS, 4, {"tensor_parallel_degree": 4, "expert_parallel_degree": 2}, True),
+        (EXPERTS, 2, {"expert_parallel_degree": 2}, True),  # the other parameters have two shards
+    ],
+    ids=str,
+)
+def test_the_default_frees_what_has_several_shards(
+    model: ModelFamily, num_ranks: int, keys: dict[str, int], frees: bool
+) -> None:
+    with fake_process_group(0, num_ranks):
+        net = sharded(model, num_ranks, **keys)
+        modules = [*net.blocks().values(), *(layer.experts for layer in net.moe_layers().values())]
+        reshards = [reshards_after_forward(m) for m in modules if isinstance(m, FSDPModule)]
+    # All but the last block and its experts.
+    num_blocks = len(net.blocks())
+    num_freed = (num_blocks - 1) * len(reshards) // num_blocks
+    assert reshards.count(True) == (num_freed if frees else 0)
+
+
+def test_all_fsdp_modules_use_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    using = list[nn.Module]()
+    monkeypatch.setattr(fsdp, "symmetric_memory_of_fsdp", lambda: using.append)
+    with fake_process_group(0, 4):
+        net = sharded(EXPERTS, 4, expert_parallel_degree=2, fsdp_symmetric_memory=True)
+        assert not using  # on a CPU
+        fsdp._use_symmetric_memory(net)
+        units = [module for module in net.modules() if isinstance(module, FSDPModule)]
+    assert using == units
+    assert len(units) == 1 + 3 + 3 + 1 + 2  # root, blocks, experts, embedding, final norm and head
+
+
+def test_symmetric_memory_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, cuda = Parallelism(fsdp_symmetric_memory=True), torch.device("cuda")
+    monkeypatch.setattr("titanlite.mesh.symmetric_memory_of_fsdp", lambda: None)
+    with pytest.raises(ConfigError, match=r"from torch 2\.13 on; this is torch .*: unset it") as e:
+        chosen.check_device(cuda)
+    assert e.value.key == "parallelism.fsdp_symmetric_memory"
+    chosen.check_device(torch.device("cpu"))
+    Parallelism().check_device(cuda)
+    monkeypatch.setattr("titanlite.mesh.symmetric_memory_of_fsdp", lambda: print)
+    chosen.check_device(cuda)
