@@ -107,10 +107,13 @@ def _compiled(function: Callable[..., Any], config: Compile) -> Callable[..., An
 
 
 def _compile_pieces(block: Any, layers: list[MoE], config: Compile) -> None:
-    """Compile what a block does before its experts, the router and the products of the experts."""
+    """Compile what a block does before its experts, the router, shared experts and the products of the
+    experts."""
     block.attend = _compiled(block.attend, config)
     for layer in layers:
-        layer.gate.forward = _compiled(layer.gate.forward, config)  # type: ignore[method-assign]
+        for module in layer.children():
+            if module is not layer.experts:
+                module.forward = _compiled(module.forward, config)
         layer.experts.product = _compiled_for_any_rows(layer.experts.product, config)
 
 
