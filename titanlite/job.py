@@ -164,7 +164,12 @@ class Job:
             tensor_parallel=degrees.tp > 1,
             experts_apart=bool(self.model.num_experts) and parallelism.shards_experts_apart,
         )
-        self.compile.check(world_size, bool(self.model.num_experts), self.data.mask_documents)
+        self.compile.check(
+            world_size,
+            has_experts=bool(self.model.num_experts),
+            masks_documents=self.data.mask_documents,
+            cpu_offload=training.enable_cpu_offload,
+        )
         self.float8.check(
             compiled=self.compile.enable,
             micro_batch_tokens=training.local_batch_size * training.seq_len // degrees.cp,

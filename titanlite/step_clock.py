@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 # In a step's order, with "statistics" within the forward. "forward_backward" stands for both with pipeline
-# parallel. "end" lasts until the next step begins, and is not measured.
+# parallel and CUDA graphs. "end" lasts until the next step begins, and is not measured.
 Phase = Literal["data", "start", "forward", "statistics", "backward", "forward_backward", "optimizer", "end"]
 
 

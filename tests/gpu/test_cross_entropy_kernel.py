@@ -57,6 +57,14 @@ def test_rows_may_be_apart_and_all_runs_are_equal() -> None:
     assert not apart[:, 40_000:].any()
 
 
+def test_an_id_that_the_vocabulary_lacks_makes_the_loss_nan() -> None:
+    from titanlite.cross_entropy_kernel import fused_loss_and_gradient_
+
+    logits, targets = example(10, 5000, torch.bfloat16)
+    targets[3] = 5000
+    assert fused_loss_and_gradient_(logits, targets).isnan()
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_logit_that_is_not_finite_makes_the_loss_not_finite(value: float) -> None:
     from titanlite.cross_entropy_kernel import fused_loss_and_gradient_

@@ -22,6 +22,14 @@ SETTINGS = {
     "float8": [*WIDE, COMPILE, "--float8.enable"],
     "z-loss": [COMPILE, "--loss.z_loss_multiplier=1e-2"],
     "one micro-batch": ["--training.local_batch_size=16", "--training.global_batch_size=-1"],
+    "average": [COMPILE, "--ema.enable"],
+    "batch ramp": [COMPILE, "--training.batch_ramp=[{until='16 sequences', global_batch_size=2}]"],
+    "window": [
+        COMPILE,
+        "--model.name=mistral",
+        "--model.overrides.sliding_window=20",
+        "--model.overrides.head_dim=16",
+    ],
     "stages": [COMPILE, '--stages=[{until="88 sequences"}, {until="end", seq_len=16}]'],
 }
 # Steps 1, 4, 8, 12 and 16 have a detailed report and run without graphs. Step 6 validates and saves, and the

@@ -36,8 +36,9 @@ class Compile:
     cuda_graphs: bool = False
     """Whether to launch forward and backward of a micro-batch as one CUDA graph, with or without compilation.
     Results are the same. Pays for small models and micro-batches, whose kernels are short. One GPU only,
-    without experts and without document masks. The activations of a micro-batch stay reserved;
-    memory/peak_allocated_gib does not count them, memory/peak_reserved_gib does."""
+    without experts and without document masks. Activations and gradients of a micro-batch stay reserved, and
+    steps with a detailed report, which run without graphs, need memory for their own. Of the memory metrics,
+    memory/peak_reserved_gib counts all."""
     cache_dir: str = ""
     """Folder in which compiled code is kept for later starts. It must belong to you alone, and must not be in
     the run folder, because the code is executed. Empty: `titanlite/compile` in your cache folder
@@ -51,13 +52,14 @@ class Compile:
                     f"unknown backend {self.backend!r}{suggest(self.backend, known)}", "backend"
                 )
 
-    def check(self, world_size: int, has_experts: bool, masks_documents: bool) -> None:
+    def check(self, world_size: int, has_experts: bool, masks_documents: bool, cpu_offload: bool) -> None:
         """Raises ConfigError for CUDA graphs of work that cannot be recorded: collectives of several ranks,
-        and kernels whose shapes depend on the data."""
+        copies from the CPU, and kernels whose shapes depend on the data."""
         if not self.cuda_graphs:
             return
         for on, why in (
             (world_size > 1, f"work on one GPU, not on {world_size} ranks"),
+            (cpu_offload, "do not work with training.enable_cpu_offload"),
             (has_experts, "do not work with experts"),
             (
                 masks_documents,

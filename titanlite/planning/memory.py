@@ -87,13 +87,14 @@ def reshard_choice(run: PlannedRun) -> Reshard:
     if not frees_by_default(run.parallelism, run.degrees, bool(run.net.moe_layers()), offloads):
         is_pipeline = run.degrees.pp > 1
         once = "pipeline parallel would gather them again for each micro-batch"
-        return Reshard(False, once if is_pipeline else "there is one shard of each")
+        return Reshard(False, once if is_pipeline else "each has one shard")
     if offloads:
         return Reshard(True, "training.enable_cpu_offload is set")
     if not run.device_bytes:
         return Reshard(True, "a CPU's memory is not planned")
     if reason := run.unmeasured_memory:
-        gathered = sum(p.numel() for p in run.net.blocks().parameters()) * run.param_dtype.itemsize
+        blocks = rank_parameters(run.parameters, run.parallelism, run.degrees, 0).blocks.values()
+        gathered = sum(block.gathered for block in blocks) * run.param_dtype.itemsize
         if gathered <= LITTLE * run.device_bytes:
             return Reshard(False, f"they take at most {LITTLE:.0%} of the GPU's memory")
         return Reshard(True, f"whether they fit the GPU is not known ({reason})")

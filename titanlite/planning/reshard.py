@@ -22,6 +22,8 @@ def resolve_reshard(
     if parallelism.fsdp_reshard_after_forward != "default" or not is_sharded_on_gpus:
         return parallelism
     frees, reason = reshard_choice(make_run(rt.smallest_memory()))
-    what = "frees gathered weights after the forward" if frees else "keeps gathered weights for the backward"
-    logger.info(f"FSDP {what}: {reason}")
+    action = (
+        "frees gathered weights after the forward" if frees else "keeps gathered weights for the backward"
+    )
+    logger.info(f"FSDP {action}: {reason}")
     return replace(parallelism, fsdp_reshard_after_forward="always" if frees else "never")

@@ -36,6 +36,7 @@ from titanlite.tools.plan import planned_run
 from titanlite.tools.trial_runs import LOOK_S, RunFailed, end_runs, groups_of_gpus, start_run, stoppable
 
 STEPS = 3  # of each run; the first compiles
+STEPS_WITH_GRAPHS = 8  # then a CUDA graph is recorded, and a step with a detailed report follows it
 MAX_SHARE = 0.95  # of a GPU's memory that torch may reserve: CUDA and NCCL need memory, too
 MAX_STARTS = 8  # two to four are usual
 END_S = 60.0  # seconds that a run has to end after its third step, before it is killed
@@ -158,12 +159,12 @@ class _Trainer:
     def __call__(self, size: int) -> Trial:
         """Train three steps. Raises Stopped and RunFailed."""
         name = f"local_batch_size={size}"
-        tell(f"{name}: training {STEPS} steps; planned {self.planned_gib(size):.1f} GiB")
+        tell(f"{name}: training {self.num_steps} steps; planned {self.planned_gib(size):.1f} GiB")
         folder, log = self._folder / name, self._folder / f"{name}.log"
         words = [*self.overrides, *self.own_overrides(size), f"--job.dump_folder={folder}"]
         process = start_run([self.config, *words], self.ranks, self._slot, log)
         try:
-            while process.poll() is None and not self._requests.stop and not _records(folder, STEPS):
+            while process.poll() is None and not self._requests.stop and not _records(folder, self.num_steps):
                 time.sleep(LOOK_S)
         finally:
             end_runs([process], END_S)
@@ -171,7 +172,9 @@ class _Trainer:
             raise Stopped("stopped; the runs have ended, and nothing is left of them")
         if process.returncode == OutOfMemory.exit_code:  # perhaps after its third step
             trial = _out_of_memory(size, log)
-        elif records := _records(folder, 1 if process.returncode == 0 else STEPS):  # a job may have fewer
+        elif records := _records(
+            folder, 1 if process.returncode == 0 else self.num_steps
+        ):  # a job may have fewer
             trial = _measured(size, records)
         else:
             raise RunFailed(self._failure(size, process.returncode, log))
@@ -191,6 +194,11 @@ class _Trainer:
         if self.job.metrics.detail_freq > 0:  # the report of step 1 leaves out what needs two steps
             own.append("--metrics.detail_freq=2")
         return [*own, *LEFT_OUT]
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps of a run."""
+        return STEPS_WITH_GRAPHS if self.job.compile.cuda_graphs else STEPS
 
     def has_whole_steps(self, size: int) -> bool:
         """Whether a step of a run has all micro-batches of the job's step."""

@@ -90,7 +90,8 @@ def _on_one_rank(job: Job) -> Job:
     if job.training.enable_cpu_offload:
         raise ConfigError("--measure does not measure offloading", "training.enable_cpu_offload")
     training = replace(job.training, global_batch_size=-1, batch_ramp=[])
-    return replace(job, training=training, parallelism=Parallelism(), stages=[])
+    unsharded = Parallelism(fsdp_reshard_after_forward="always")  # nothing to decide by the plan
+    return replace(job, training=training, parallelism=unsharded, stages=[])
 
 
 def _measure(job: Job, config: str, rt: Runtime) -> Measurement:

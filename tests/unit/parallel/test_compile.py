@@ -182,15 +182,16 @@ def test_a_backend_is_one_that_torch_knows() -> None:
 def test_cuda_graphs_are_refused_where_they_cannot_be_recorded() -> None:
     graphs, none = Compile(cuda_graphs=True), Compile()
     for case, words in (
-        ((2, False, False), "one GPU, not on 2 ranks"),
-        ((1, True, False), "with experts"),
-        ((1, False, True), "document masks"),
+        ((2, False, False, False), "one GPU, not on 2 ranks"),
+        ((1, True, False, False), "with experts"),
+        ((1, False, True, False), "document masks"),
+        ((1, False, False, True), "enable_cpu_offload"),
     ):
         none.check(*case)
         with pytest.raises(ConfigError, match=words) as error:
             graphs.check(*case)
         assert error.value.key == "compile.cuda_graphs"
-    graphs.check(1, False, False)
+    graphs.check(1, False, False, False)
     graphs.check_device(torch.device("cuda"))
     none.check_device(torch.device("cpu"))
     with pytest.raises(ConfigError, match="CUDA device, not cpu"):

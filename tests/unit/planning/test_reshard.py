@@ -87,9 +87,17 @@ def test_runs_of_unknown_memory_free_the_weights() -> None:
     assert not reshard_choice(run_of()).frees  # control
 
 
-def test_unmeasured_runs_keep_weights_that_take_little() -> None:
-    hsdp = run_of("--parallelism.data_parallel_replicate_degree=2")
-    weights = 2 * sum(p.numel() for p in hsdp.net.blocks().parameters())
+@pytest.mark.parametrize("tp", [1, 2])
+def test_unmeasured_runs_keep_weights_that_take_little(tp: int) -> None:
+    degrees = [
+        f"--parallelism.{name}=2" for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree")
+    ]
+    hsdp = run_of(*degrees, f"--parallelism.tensor_parallel_degree={tp}", gpus=4 * tp)
+    matrices, norms = (
+        2 * sum(p.numel() for p in hsdp.net.blocks().parameters() if (p.ndim > 1) == is_matrix)
+        for is_matrix in (True, False)
+    )
+    weights = matrices // tp + norms
     choice = reshard_choice(replace(hsdp, device_bytes=20 * weights))
     assert not choice.frees
     assert choice.reason == "they take at most 5% of the GPU's memory"
@@ -133,7 +141,7 @@ def test_a_run_decides_by_the_smallest_gpu_and_says_so(
         run.parallelism, runtime("cuda", smallest), lambda size: replace(run, device_bytes=size)
     )
     assert resolved == replace(run.parallelism, fsdp_reshard_after_forward=choice)
-    (message,) = caplog.messages
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "titanlite"]
     assert message.startswith(line)
 
 
