@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from titanlite.attention.sdpa import SDPA
 from titanlite.job import load_job
 from titanlite.losses import CrossEntropy
 from titanlite.mesh import Parallelism
+from titanlite.planning import reshard
 from titanlite.planning.memory import GIB, at_most, rank_memory, reshard_choice
 from titanlite.planning.planned import PlannedRun
 from titanlite.planning.reshard import resolve_reshard
@@ -132,16 +132,16 @@ def runtime(device: str, smallest: int, is_sharded: bool = True) -> Any:
     ],
 )
 def test_a_run_decides_by_the_smallest_gpu_and_says_so(
-    smallest: int, choice: str, line: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    smallest: int, choice: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
-    caplog.set_level(logging.INFO)
+    lines: list[str] = []
+    monkeypatch.setattr(reshard.logger, "info", lines.append)
     run = run_of()
     resolved = resolve_reshard(
         run.parallelism, runtime("cuda", smallest), lambda size: replace(run, device_bytes=size)
     )
     assert resolved == replace(run.parallelism, fsdp_reshard_after_forward=choice)
-    (message,) = [record.getMessage() for record in caplog.records if record.name == "titanlite"]
+    (message,) = lines
     assert message.startswith(line)
 
 
