@@ -2,8 +2,9 @@
 
     python benchmarks/plan_errors.py [--output benchmarks/results/plan_errors.json]
 
-All runs are on one to four H200. Nothing runs on a GPU here. The counts in titanlite/planning were found from
-some of these runs, as its comments say: the table shows how well they describe the runs, and is no forecast.
+The runs are on one to four H200, and on one or two H100. Nothing runs on a GPU here. The counts in
+titanlite/planning were found from some of these runs, as its comments say: the table shows how well they
+describe the runs, and is no forecast.
 
 `before`: runs by versions that held other buffers. They are listed, and not in the summary. `guess`: whether
 the plan calls the step time a guess. Its errors have a line of their own in the summary."""
@@ -176,7 +177,8 @@ def compare(run: Recorded) -> dict[str, Any]:
     own = run.config in ("optimizer_curves.toml", "transfer_lr.toml")
     config = "benchmarks" if own else "train_configs"
     job = load_job(ROOT / config / run.config, run.overrides, None)
-    cluster = Cluster(next(card for card in CARDS if card.name == "H200"), run.gpus)
+    name = "H100" if "_h100" in run.file else "H200"
+    cluster = Cluster(next(card for card in CARDS if card.name == name), run.gpus)
     planned = planned_run(job, cluster)
     memory = rank_memory(planned)
     peak = memory[0].peak.total / GIB

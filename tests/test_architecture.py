@@ -100,7 +100,12 @@ def is_private(name: str) -> bool:
 
 # Documented members of the standard library whose names begin with an underscore.
 PUBLIC = {"_asdict", "_replace", "_exit"}
-PRIVATE_NAMES_OF_TORCH = {"torch_compat.py", "runtime/agent.py", "runtime/rendezvous.py"}
+PRIVATE_NAMES_OF_TORCH = {
+    "torch_compat.py",
+    "attention/torch_compat.py",
+    "runtime/agent.py",
+    "runtime/rendezvous.py",
+}
 
 
 def own_names(trees: Iterable[ast.AST]) -> set[str]:
@@ -128,7 +133,7 @@ def private_names(tree: ast.AST, own: set[str]) -> set[str]:
 
 
 def test_private_names_of_torch_are_used_in_few_places() -> None:
-    """torch_compat.py has a test for each of its names. The agent and the rendezvous subclass torch's."""
+    """Each torch_compat.py has tests of all its names. The agent and the rendezvous subclass torch's."""
     trees = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sources()}
     own = own_names(trees.values())
     users = {path: names for path, tree in trees.items() if (names := private_names(tree, own))}

@@ -1,5 +1,6 @@
 """Private and version-dependent APIs of torch and torchao. Other modules do not use such APIs, except
-runtime/agent.py and runtime/rendezvous.py, which subclass torch's classes.
+attention/torch_compat.py, which has those of attention, and runtime/agent.py and runtime/rendezvous.py, which
+subclass torch's classes.
 
 Each function wraps one name that may be renamed or changed without notice, and its docstring states the
 behaviour that titanlite relies on. tests/unit/test_torch_compat.py has a test per function, which fails when
@@ -7,7 +8,6 @@ the name or its behaviour changes. Tested with torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -151,6 +151,28 @@ def symmetric_memory_of_fsdp() -> Callable[[Any], None] | None:
     return getattr(FSDPModule, "set_symm_mem_for_comm", None)
 
 
+def reduce_fsdp_in_computation_memory(module: torch.nn.Module) -> None:
+    """Let an FSDP module on CUDA allocate its reduced gradients on the default stream, which computes. torch
+    allocates them on the stream of its reductions, whose memory nothing else can use.
+
+    Safe because a result that becomes a gradient is freed only after the end of the backward, where the
+    computation waits for all reductions, and because a reduction waits for all that was computed before it
+    writes (foreach_reduce in torch's _fsdp_collectives.py). A result that is cast, or added to an earlier
+    gradient, would be freed while the other stream still reads it, and stays as torch has it."""
+    for group in _fsdp_groups(module):
+        group._reduce_scatter_comm.allocate = partial(_allocate_reduction, group.fsdp_params)
+
+
+def _allocate_reduction(
+    parameters: Sequence[Any], size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Memory for the input, on the stream that computes, and then for the result of a reduction."""
+    becomes_gradient = all(p.sharded_param.grad is None and p.orig_dtype == dtype for p in parameters)
+    stream = torch.cuda.default_stream(device) if becomes_gradient else torch.cuda.current_stream(device)
+    with torch.cuda.stream(stream):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
 def time_fsdp_waits(
     module: torch.nn.Module, timed: Callable[[Callable[..., Any]], Callable[..., Any]], on_cuda: bool
 ) -> None:
@@ -254,77 +276,7 @@ def takes_grad_scaler_tensors(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-# ---- attention
-
-
-def sdp_choice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> int:
-    """The SDPBackend that scaled_dot_product_attention chooses for [B, heads, T, E]; causal if `mask` is
-    None. Raises RuntimeError if no enabled kernel takes these tensors."""
-    gqa = q.shape[1] != k.shape[1]
-    return torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
-
-
-def attention_with_lse(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention and its log-sum-exps, for [B, H, T, E]: [B, H, T, E], and fp32 with B * H * T elements. By
-    cuDNN on CUDA; by torch's flash kernel on CPU, which needs as many key heads as query heads."""
-    if q.is_cuda:
-        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-        out, lse, *_ = cudnn(q, k, v, None, True, 0.0, causal, False)
-    else:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    return out, lse
-
-
-def attention_backward(
-    grad: torch.Tensor,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v for the kernels of attention_with_lse. `lse`: [B, H, T, 1]."""
-    q, k, v = inputs
-    if q.is_cuda:
-        dropout_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # not used: dropout is 0
-        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            grad, q, k, v, out, lse, dropout_seed, dropout_seed, None, None, None, q.shape[2], k.shape[2],
-            0.0, causal,
-        )  # fmt: skip
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse.squeeze(-1), 0.0, causal
-    )
-
-
-def load_varlen_attention() -> Callable[..., torch.Tensor] | None:
-    """torch's causal attention within documents: a function of q, k, v [tokens, heads, E], cu_seqlens,
-    max_seqlen and the sliding window in tokens, 0 for none. None if this torch lacks the kernel.
-
-    torch 2.13 takes fewer key heads than query heads only with `enable_gqa`, which torch 2.11 does not have.
-    """
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:  # not on every platform
-        return None
-    takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-    def attend(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        max_seqlen: int,
-        window: int = 0,
-    ) -> torch.Tensor:
-        # The numbers of earlier and later tokens that a token sees; -1: no limit.
-        options: dict[str, Any] = {"window_size": (window - 1, 0)}
-        if takes_gqa and q.shape[1] != k.shape[1]:
-            options["enable_gqa"] = True
-        out: Any = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
-        return out
-
-    return attend
+# ---- operators
 
 
 def sdpa_ops() -> set[Any]:

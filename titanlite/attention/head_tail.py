@@ -20,22 +20,23 @@ from torch.utils.flop_counter import register_flop_formula
 from titanlite.attention.base import Attention, AttentionNeeds, padded_values
 from titanlite.attention.context_parallel import SequenceSharding
 from titanlite.attention.sdpa import SDPA, example_inputs
+from titanlite.attention.torch_compat import attention_backward, attention_with_lse
 from titanlite.config.component import ConfigError
-from titanlite.torch_compat import attention_backward, attention_with_lse
 
 
 class HeadTailAttention(Attention):
-    """Attention of this rank's two chunks of each sequence over gathered keys and values."""
+    """Attention of this rank's two chunks of each sequence over gathered keys and values. `flash`: on CUDA by
+    the flash kernel instead of cuDNN's."""
 
-    def __init__(self, sharding: SequenceSharding):
-        self.sharding = sharding
+    def __init__(self, sharding: SequenceSharding, flash: bool = False):
+        self.sharding, self.flash = sharding, flash
 
     def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
         sharding = self.sharding
         keys, values = sharding.gather_in_order(k_BTKE), sharding.gather_in_order(v_BTKE)
         q, k, v = (x.transpose(1, 2) for x in (q_BTHE, keys, padded_values(values, q_BTHE.shape[-1])))
         last = 2 * sharding.size - 1 - sharding.rank
-        out_BHTE = head_tail_attention(q, k, v, sharding.rank, last)[0]
+        out_BHTE = head_tail_attention(q, k, v, sharding.rank, last, self.flash)[0]
         return out_BHTE.transpose(1, 2)[..., : v_BTKE.shape[-1]]
 
     def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
@@ -85,7 +86,12 @@ class HeadTail(SDPA, name="head_tail"):
 
 @torch.library.custom_op("titanlite::head_tail_attention", mutates_args=())
 def head_tail_attention(
-    q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, first: int, last: int
+    q_BHTE: torch.Tensor,
+    k_BKTE: torch.Tensor,
+    v_BKTE: torch.Tensor,
+    first: int,
+    last: int,
+    flash: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the queries of chunks `first` and `last` of each sequence over keys and values of the
     whole sequence, in order. Returns the output, shaped like the queries, and log-sum-exps fp32 [B, H, T, 1].
@@ -93,7 +99,7 @@ def head_tail_attention(
     out, lse = torch.empty_like(q_BHTE), _lse_like(q_BHTE)
     for queries, spans in _chunks(q_BHTE.shape[2], first, last):
         results = [
-            _attend(q_BHTE[:, :, queries], k_BKTE[:, :, keys], v_BKTE[:, :, keys], causal)
+            _attend(q_BHTE[:, :, queries], k_BKTE[:, :, keys], v_BKTE[:, :, keys], causal, flash)
             for keys, causal in spans
         ]
         out[:, :, queries], lse[:, :, queries] = functools.reduce(_merge, results)
@@ -110,13 +116,15 @@ def _backward(
     lse_BHT1: torch.Tensor,
     first: int,
     last: int,
+    flash: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     d_q, d_k, d_v = (torch.zeros_like(x, dtype=torch.float32) for x in (q_BHTE, k_BKTE, v_BKTE))
     for queries, spans in _chunks(q_BHTE.shape[2], first, last):
         grad, q, out = (x[:, :, queries] for x in (grad_BHTE, q_BHTE, out_BHTE))
         lse = lse_BHT1[:, :, queries].contiguous()
         for keys, causal in spans:
-            gradients = _attend_backward(grad, q, k_BKTE[:, :, keys], v_BKTE[:, :, keys], out, lse, causal)
+            k, v = k_BKTE[:, :, keys], v_BKTE[:, :, keys]
+            gradients = _attend_backward(grad, (q, k, v), out, lse, causal, flash)
             for total, span, gradient in zip((d_q, d_k, d_v), (queries, keys, keys), gradients):
                 total[:, :, span] += gradient
     return d_q.to(q_BHTE.dtype), d_k.to(k_BKTE.dtype), d_v.to(v_BKTE.dtype)
@@ -143,27 +151,27 @@ def _merge(
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, flash: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exps fp32 [B, H, T, 1] of one kernel call."""
     if not q.is_cuda:  # the CPU kernel needs as many key heads as query heads
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    out, lse = attention_with_lse(q, k, v, causal)
+    out, lse = attention_with_lse(q, k, v, causal, flash)
     return out, lse.reshape(*q.shape[:3], 1)
 
 
 def _attend_backward(
     grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     out: torch.Tensor,
     lse: torch.Tensor,
     causal: bool,
+    flash: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Summands of the gradients of q, k and v, from one kernel call."""
+    """Summands of the gradients of q, k and v, from one kernel call. `inputs`: q, k and v."""
+    q, k, v = inputs
     if q.is_cuda:
-        return attention_backward(grad, (q, k, v), out, lse, causal)
+        return attention_backward(grad, inputs, out, lse, causal, flash)
     groups = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(groups, 1) for x in (k, v))
     d_q, d_k, d_v = attention_backward(grad, (q, keys, values), out, lse, causal)
@@ -175,9 +183,7 @@ def _lse_like(q_BHTE: torch.Tensor) -> torch.Tensor:
 
 
 @head_tail_attention.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, last: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(q), _lse_like(q)
 
 
@@ -189,12 +195,13 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, ctx.first, ctx.last = inputs
+    q, k, v, ctx.first, ctx.last, ctx.flash = inputs
     ctx.save_for_backward(q, k, v, *output)
 
 
 def _differentiate(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    return (*_backward(grad, *ctx.saved_tensors, ctx.first, ctx.last), None, None)
+    gradients = _backward(grad, *ctx.saved_tensors, ctx.first, ctx.last, ctx.flash)
+    return (*gradients, None, None, None)
 
 
 head_tail_attention.register_autograd(_differentiate, setup_context=_save)

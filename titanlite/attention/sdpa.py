@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -12,8 +13,8 @@ from torch.nn.attention import SDPBackend
 
 from titanlite.attention.base import Attention, AttentionBackend, AttentionNeeds, document_numbers
 from titanlite.attention.context_parallel import SequenceSharding
+from titanlite.attention.torch_compat import sdp_choice
 from titanlite.config.component import ConfigError
-from titanlite.torch_compat import sdp_choice
 
 KERNELS = {
     SDPBackend.FLASH_ATTENTION: "flash",
@@ -111,9 +112,14 @@ class SDPA(AttentionBackend, name="sdpa"):
                 "attention.backend",
             )
         if needs.device.type == "cuda" and self.uses_sdpa(needs):
-            allow_sdpa_kernels_for_the_life_of_the_process(self.sdpa_kernel)
+            allow_sdpa_kernels_for_the_life_of_the_process(self.allowed_kernels)
             self.kernel(needs)
         return self
+
+    @property
+    def allowed_kernels(self) -> Collection[str]:
+        """The names of the kernels among which torch may choose."""
+        return set(KERNELS.values()) - {"math"} if self.sdpa_kernel == "auto" else {self.sdpa_kernel}
 
     def uses_sdpa(self, needs: AttentionNeeds) -> bool:
         """Whether training runs scaled_dot_product_attention. All backends do so without masks."""
@@ -174,16 +180,16 @@ class SDPA(AttentionBackend, name="sdpa"):
         return SDPAttention(visible[:, None], (query_positions, key_positions))
 
 
-def allow_sdpa_kernels_for_the_life_of_the_process(sdpa_kernel: str) -> None:
-    """Switch off the kernels of scaled_dot_product_attention that `sdpa_kernel` does not allow, in this
-    process and until it ends. torch has no narrower switch that compiled blocks respect."""
+def allow_sdpa_kernels_for_the_life_of_the_process(kernels: Collection[str]) -> None:
+    """Switch off all other kernels of scaled_dot_product_attention, in this process and until it ends. torch
+    has no narrower switch that compiled blocks respect."""
     for name, enable in {
         "flash": torch.backends.cuda.enable_flash_sdp,
         "cudnn": torch.backends.cuda.enable_cudnn_sdp,
         "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
         "math": torch.backends.cuda.enable_math_sdp,
     }.items():
-        enable(sdpa_kernel == name or (sdpa_kernel == "auto" and name != "math"))
+        enable(name in kernels)
 
 
 def example_inputs(needs: AttentionNeeds, length: int) -> list[torch.Tensor]:

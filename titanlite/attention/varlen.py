@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from titanlite.attention.base import Attention, AttentionNeeds, padded_values
 from titanlite.attention.sdpa import SDPA, SDPAttention
-from titanlite.torch_compat import load_varlen_attention, mark_dynamic
+from titanlite.attention.torch_compat import load_varlen_attention
+from titanlite.torch_compat import mark_dynamic
 
 
 class Causal(SDPAttention):

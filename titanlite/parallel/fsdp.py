@@ -24,7 +24,12 @@ from titanlite.models.base import Decoder
 from titanlite.models.moe import moe_layers_of
 from titanlite.parallel.expert_parallel import fsdp_dim
 from titanlite.step_clock import StepClock
-from titanlite.torch_compat import finish_weight_backward, symmetric_memory_of_fsdp, time_fsdp_waits
+from titanlite.torch_compat import (
+    finish_weight_backward,
+    reduce_fsdp_in_computation_memory,
+    symmetric_memory_of_fsdp,
+    time_fsdp_waits,
+)
 
 
 def frees_by_default(
@@ -82,8 +87,13 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)
             if isinstance(module, nn.Embedding):
                 module.set_unshard_in_backward(False)  # an embedding's backward does not read the weight
-    if parallelism.fsdp_symmetric_memory and mesh.fsdp.device_type == "cuda":
-        _use_symmetric_memory(net)
+    if mesh.fsdp.device_type == "cuda":
+        if parallelism.fsdp_symmetric_memory:
+            _use_symmetric_memory(net)
+        elif not cpu_offload:
+            for module in net.modules():
+                if isinstance(module, FSDPModule):  # activations can take the place of gradients
+                    reduce_fsdp_in_computation_memory(module)
 
 
 def _prefetch_next_block(blocks: list[nn.Module]) -> None:
