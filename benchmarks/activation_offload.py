@@ -5,8 +5,8 @@ activation checkpointing: blocks of Llama 3 8B, compiled, in bf16, on one sequen
         [--layers 4] [--seq-len 32768]
 
 A case `MODE, offload SHARE` keeps what the mode of activation checkpointing keeps, and moves the first SHARE
-of each step's saved bytes, of tensors of at least 16 MiB, to pinned host memory by a stream of its own while
-the forward goes on. The backward fetches tensors two ahead of their use. Weights are not moved. No optimizer
+of each step's saved bytes, of tensors of at least 16 MiB, to pinned host memory by a stream of its own during
+the forward. The backward fetches tensors two ahead of their use. Weights are not moved. No optimizer
 runs; gradients are freed after each step. `host_link_gib_s`: the measured speed of such copies alone.
 """
 

@@ -66,11 +66,11 @@ def _trained(rank: int, keys: dict[str, Any]) -> tuple[int, int, list[torch.Tens
 def test_gradients_do_not_have_memory_of_their_own(
     tmp_path: Path, run_on: Callable[..., Any], keys: dict[str, Any]
 ) -> None:
-    found: dict[bool, Any] = {}
+    runs: dict[bool, Any] = {}
     for shares in (True, False):
         (folder := tmp_path / str(shares)).mkdir()
-        found[shares] = run_on(2, trained, folder, shares, keys)
-    for ours, torchs in zip(found[True], found[False]):
+        runs[shares] = run_on(2, trained, folder, shares, keys)
+    for ours, torchs in zip(runs[True], runs[False]):
         assert torchs[1] - ours[1] > 0.9 * ours[0]
         assert len(ours[2]) > 0
         half = len(ours[2]) // 2  # the gradients of the second step, for the control
