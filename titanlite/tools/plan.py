@@ -277,9 +277,10 @@ def _notes(job: Job, run: PlannedRun, cluster: Cluster, measurement: Measurement
             "step time across nodes is computed for 400 Gb/s per GPU; no run across nodes was measured"
         )
     if cluster.card.name != "H200" and measurement is None:
-        is_h100 = cluster.card.name == "H100"  # benchmarks/results/plan_errors.json
-        measured = "four runs on H100 took 0.92 to 1.01 times as long" if is_h100 else "only H200 was measured"
-        notes.append(f"step time takes the shares of the peaks that H200 reaches; {measured}")
+        evidence = "only H200 was measured"
+        if cluster.card.name == "H100":  # benchmarks/results/plan_errors.json
+            evidence = "four runs on H100 took 0.92 to 1.01 times as long"
+        notes.append(f"step time takes the shares of the peaks that H200 reaches; {evidence}")
     if run.activation_checkpoint.mode == "memory_budget":
         notes.append("activations under memory_budget are interpolated: the compiler chooses them")
     if text := too_many_shards(run.degrees):
