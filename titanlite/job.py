@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 # Importing these modules registers the components that ship with titanlite.
+import titanlite.attention.flash_attention_4
 import titanlite.models.deepseek_v3
 import titanlite.models.llama3
 import titanlite.models.mistral

@@ -152,15 +152,16 @@ def symmetric_memory_of_fsdp() -> Callable[[Any], None] | None:
 
 
 def reduce_fsdp_in_computation_memory(module: torch.nn.Module) -> None:
-    """Let an FSDP module on CUDA allocate its reduced gradients on the default stream, which computes. torch
-    allocates them on the stream of its reductions, whose memory nothing else can use.
+    """Let an FSDP module on CUDA allocate its reduced gradients on the default stream, on which the model has
+    to run. torch allocates them on the stream of its reductions, whose memory nothing else can use.
 
     Safe because a result that becomes a gradient is freed only after the end of the backward, where the
     computation waits for all reductions, and because a reduction waits for all that was computed before it
     writes (foreach_reduce in torch's _fsdp_collectives.py). A result that is cast, or added to an earlier
     gradient, would be freed while the other stream still reads it, and stays as torch has it."""
     for group in _fsdp_groups(module):
-        group._reduce_scatter_comm.allocate = partial(_allocate_reduction, group.fsdp_params)
+        trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+        group._reduce_scatter_comm.allocate = partial(_allocate_reduction, trained)
 
 
 def _allocate_reduction(

@@ -13,7 +13,6 @@ import torch
 from tests.support.gpu import trained
 from tests.support.jobs import make_job, metrics_of
 from tests.support.runs import FOUR_MICRO_BATCHES, weights
-from titanlite.attention.auto import Auto
 from titanlite.attention.base import AttentionBackend, AttentionNeeds
 from titanlite.attention.flash_attention_4 import FlashAttention4
 from titanlite.attention.head_tail import head_tail_attention
@@ -114,16 +113,6 @@ def test_the_chunks_of_context_parallel(head_dim: int) -> None:
     for a, b in zip(ours, cudnn):
         assert (a - b).norm() <= 1e-2 * b.norm()
         assert (a - b.flip(1)).norm() > 0.1 * b.norm()  # control
-
-
-@pytest.mark.usefixtures("switches")
-def test_auto_takes_it_where_it_is_fastest() -> None:
-    kernels = {n: Auto().build(needs(seq_len=n)).kernel(needs(seq_len=n)) for n in (2048, 4096)}
-    assert kernels == {2048: "cudnn", 4096: "flash_attention_4"}
-    assert Auto().build(needs(seq_len=4096, masks_documents=True)).name == "varlen"
-    assert Auto().build(needs(seq_len=4096, context_parallel=True)).name == "flash_attention_4"
-    cudnn = Auto(sdpa_kernel="cudnn").build(needs(seq_len=4096))
-    assert cudnn.kernel(needs(seq_len=4096)) == "cudnn"
 
 
 SETTINGS = {

@@ -1,11 +1,11 @@
-"""Attention by FlashAttention 4, a package of its own with kernels for Hopper and Blackwell GPUs
-(github.com/Dao-AILab/flash-attention, in flash_attn/cute)."""
+"""Attention by FlashAttention 4, kernels for Hopper and Blackwell GPUs in the package flash-attn-4
+(github.com/Dao-AILab/flash-attention, flash_attn/cute)."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Collection
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import ClassVar
 
 import torch
@@ -18,18 +18,14 @@ from titanlite.attention.torch_compat import flash_attention_4_can_be_determinis
 from titanlite.attention.varlen import Varlen
 from titanlite.config.component import ConfigError
 
-HOPPER, BLACKWELL = 9, 10  # compute capabilities for which torch accepts the package
-# Sequence lengths by head dim from which forward and backward together took at least 5% less time than
-# cuDNN's on an H100 (benchmarks/results/attention_kernels_h100.json, torch 2.11): its kernels take a dozen
-# seconds to compile at every start.
-FASTER_FROM = {64: 4096, 128: 16384}
+CAPABILITIES = (9, 10)  # for which torch accepts the package
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlashAttention4(Varlen, name="flash_attention_4"):
-    """FlashAttention 4, for whole sequences and context parallel; needs the package flash-attn-4, a Hopper or
-    Blackwell GPU, and bf16 or fp16. Document masks and sliding windows need torch 2.13, too, and do not work
-    with context parallel."""
+    """FlashAttention 4, for whole sequences and context parallel. Needs the package flash-attn-4, a GPU of
+    compute capability 9 or 10 (such as H100 and B200), and bf16 or fp16. Document masks and sliding windows
+    need torch 2.13 and do not work with context parallel. `auto` does not take it."""
 
     kept_ops: ClassVar[tuple[str, ...]] = (*Varlen.kept_ops, *HeadTail.kept_ops)
 
@@ -39,25 +35,30 @@ class FlashAttention4(Varlen, name="flash_attention_4"):
 
     @classmethod
     def works_on(cls, needs: AttentionNeeds) -> bool:
-        return not problem(needs)
-
-    @classmethod
-    def is_fastest(cls, needs: AttentionNeeds) -> bool:
-        """Whether the package is installed and was measured as the fastest backend for such a GPU and such
-        shapes, without masks."""
-        if needs.device.type != "cuda" or not is_installed() or _capability(needs.device) != HOPPER:
-            return False
-        masks = needs.masks_documents or needs.has_effective_window or needs.has_other_values
-        return not masks and needs.seq_len >= FASTER_FROM.get(needs.head_dim, needs.seq_len + 1)
+        return not obstacle(needs)
 
     def build(self, needs: AttentionNeeds) -> AttentionBackend:
-        if reason := problem(needs):
+        """Exchanges torch's flash kernels for FlashAttention 4 in this whole process, and runs forward and
+        backward of a short sequence, which compiles kernels for a dozen seconds."""
+        if reason := obstacle(needs):
             raise ConfigError(f"{self.name!r} {reason}", "attention.backend")
+        try:
+            use_flash_attention_4(True)
+            _try(needs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as e:  # the package fails in many ways, at its import and when kernels are compiled
+            use_flash_attention_4(False)
+            line = (str(e).strip().splitlines() or [type(e).__name__])[0]
+            raise ConfigError(
+                f"{self.name!r} does not run with these packages, model and masks: {line}",
+                "attention.backend",
+            ) from e
         return super().build(needs)
 
     @property
     def allowed_kernels(self) -> Collection[str]:
-        return {"flash", "efficient"}  # the second for the masks of sampling; torch prefers the first
+        return {"flash"}
 
     def kernel(self, needs: AttentionNeeds) -> str:
         return self.name
@@ -70,37 +71,34 @@ class FlashAttention4(Varlen, name="flash_attention_4"):
         return HeadTailAttention(sharding, flash=True)
 
 
-def problem(needs: AttentionNeeds) -> str:
-    """Why FlashAttention 4 cannot run; empty if it can, and then torch's flash kernels are exchanged for it.
-    Runs forward and backward of a short sequence, which compiles the kernels in a few seconds."""
-    if needs.device.type != "cuda" or needs.dtype not in (torch.bfloat16, torch.float16):
-        dtype = str(needs.dtype).removeprefix("torch.")
-        return f"needs a GPU and bf16 or fp16, not {needs.device.type} and {dtype}"
-    if _capability(needs.device) not in (HOPPER, BLACKWELL):
-        return "needs a Hopper or Blackwell GPU"
+def obstacle(needs: AttentionNeeds) -> str:
+    """Why FlashAttention 4 cannot run, as far as it shows without running it; empty if nothing shows."""
+    if needs.device.type != "cuda":
+        return f"needs a GPU, not {needs.device.type}"
+    if needs.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs bf16 or fp16, not {str(needs.dtype).removeprefix('torch.')}"
+    if _capability(needs.device) not in CAPABILITIES:
+        return "needs a GPU of compute capability 9 or 10, such as H100 and B200"
     if needs.context_parallel and (needs.masks_documents or needs.has_effective_window):
         return "does not support document masks and sliding windows under context parallel"
     if torch.are_deterministic_algorithms_enabled() and not flash_attention_4_can_be_deterministic():
         return f"is not deterministic with torch {torch.__version__}: unset training.deterministic"
     if not is_installed():
         return "needs the package flash-attn-4: pip install 'titanlite[flash4]'"
-    try:
-        use_flash_attention_4(True)
-        _try(needs)
-    except Exception as e:  # the package compiles its kernels when they are called, and fails in many ways
-        use_flash_attention_4(False)
-        line = (str(e).strip().splitlines() or [type(e).__name__])[0]
-        return f"does not run with these packages, model and masks: {line}"
     return ""
 
 
 def is_installed() -> bool:
-    """Whether the package flash-attn-4 is installed; does not import it."""
-    return all(importlib.util.find_spec(name) is not None for name in ("flash_attn", "flash_attn.cute"))
+    """Whether the package flash-attn-4 is installed."""
+    try:
+        return bool(version("flash-attn-4"))
+    except PackageNotFoundError:
+        return False
 
 
 def _try(needs: AttentionNeeds) -> None:
-    length = min(needs.seq_len, 256)
+    """Forward and backward. Kernels for a single tile of queries or keys are others than for several."""
+    length = min(needs.seq_len, 2048)
     q, k, v = inputs = example_inputs(needs, length)
     if needs.context_parallel:
         out = head_tail_attention(q[:, :, length // 2 :], k, v, 1, 2, flash=True)[0]

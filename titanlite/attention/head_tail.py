@@ -26,7 +26,8 @@ from titanlite.config.component import ConfigError
 
 class HeadTailAttention(Attention):
     """Attention of this rank's two chunks of each sequence over gathered keys and values. `flash`: on CUDA by
-    the flash kernel instead of cuDNN's."""
+    torch's flash kernel, for which use_flash_attention_4 may have put FlashAttention 4; otherwise by
+    cuDNN."""
 
     def __init__(self, sharding: SequenceSharding, flash: bool = False):
         self.sharding, self.flash = sharding, flash

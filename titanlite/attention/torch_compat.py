@@ -1,5 +1,5 @@
-"""Private and version-dependent APIs of torch for attention, in the manner of titanlite/torch_compat.py: each
-function has a test in tests/unit/attention/test_torch_compat.py, which fails when torch changes it."""
+"""Private and version-dependent APIs of torch for attention. Each function has a test in
+tests/unit/attention/test_torch_compat.py, which fails when torch changes it."""
 
 from __future__ import annotations
 

@@ -92,7 +92,8 @@ def apply_fsdp(
             _use_symmetric_memory(net)
         elif not cpu_offload:
             for module in net.modules():
-                if isinstance(module, FSDPModule):  # activations can take the place of gradients
+                # So the next step's activations take the place of gradients. Offloaded gradients are copied.
+                if isinstance(module, FSDPModule):
                     reduce_fsdp_in_computation_memory(module)
 
 

@@ -26,7 +26,7 @@ from titanlite.runtime.training import BatchLayout, Training
 MAX_BLOCKS = 1000  # of a planned model: one with more takes minutes
 KNOWN_LOSSES = (CrossEntropy, ChunkedCrossEntropy)
 # Backends whose memory is linear in the sequence length, also with masks.
-LINEAR_ATTENTION = ("auto", "head_tail", "varlen", "flex")
+LINEAR_ATTENTION = ("auto", "flash_attention_4", "head_tail", "varlen", "flex")
 
 
 @dataclass(frozen=True, kw_only=True)

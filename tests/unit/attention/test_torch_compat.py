@@ -56,8 +56,14 @@ def test_the_sdp_choice_of_a_gpu() -> None:
 def test_flash_attention_4_takes_the_place_of_the_flash_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     attention: Any = torch.nn.attention
     assert "FA4" in attention.list_flash_attention_impls()
-    with pytest.raises(ImportError):
-        torch_compat.use_flash_attention_4(True)  # the package is not installed
+
+    def fails() -> None:
+        raise ImportError
+
+    with monkeypatch.context() as patch:
+        patch.setitem(attention._registry._FLASH_ATTENTION_IMPLS, "FA4", fails)
+        with pytest.raises(ImportError):
+            torch_compat.use_flash_attention_4(True)
     assert attention.current_flash_attention_impl() is None
 
     class Handle:
