@@ -4,10 +4,12 @@ activation checkpointing: blocks of Llama 3 8B, compiled, in bf16, on one sequen
     python benchmarks/activation_offload.py --output benchmarks/results/activation_offload_h100.json
         [--layers 4] [--seq-len 32768]
 
-A case `MODE, offload SHARE` keeps what the mode of activation checkpointing keeps, and moves the first SHARE
-of each step's saved bytes, of tensors of at least 16 MiB, to pinned host memory by a stream of its own during
-the forward. The backward fetches tensors two ahead of their use. Weights are not moved. No optimizer
-runs; gradients are freed after each step. `host_link_gib_s`: the measured speed of such copies alone.
+A case keeps what its `mode` of activation checkpointing keeps, and moves tensors of at least 16 MiB, in the
+order in which they are saved, to pinned host memory by a stream of its own during the forward, until a
+`share` of their bytes is used up. The backward fetches tensors two ahead of their use. Parameters are not
+moved; their bf16 copies, which a single process keeps for the backward, and the tensors that the loss saves
+are. A tensor that is saved twice is moved twice. No optimizer runs; gradients are freed after each step.
+`host_link_gib_s`: the measured speed of such copies alone.
 """
 
 from __future__ import annotations

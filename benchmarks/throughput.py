@@ -103,7 +103,7 @@ def main() -> None:
             "ratios_to_before": {k: ours[k] / before[k] for k in (TPS, RESERVED)},
         }
     print(json.dumps(result))
-    write_result(options.output, {**result, "runs": runs}, "torch", "torchao", "torchtitan")
+    write_result(options.output, {**result, "runs": runs}, "torch", "torchao", "flash-attn-4", "torchtitan")
 
 
 def measure(

@@ -167,7 +167,8 @@ def reduce_fsdp_in_computation_memory(module: torch.nn.Module) -> None:
 def _allocate_reduction(
     parameters: Sequence[Any], size: Sequence[int], *, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Memory for the input, on the stream that computes, and then for the result of a reduction."""
+    """Memory for the input of a reduction, for which FSDP calls on the stream that computes, or for its
+    result, for which FSDP calls on the stream of the reduction."""
     becomes_gradient = all(p.sharded_param.grad is None and p.orig_dtype == dtype for p in parameters)
     stream = torch.cuda.default_stream(device) if becomes_gradient else torch.cuda.current_stream(device)
     with torch.cuda.stream(stream):

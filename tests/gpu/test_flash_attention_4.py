@@ -3,7 +3,6 @@ that compiles, repeats or records the model."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from tests.support.gpu import trained
 from tests.support.jobs import make_job, metrics_of
 from tests.support.runs import FOUR_MICRO_BATCHES, weights
 from titanlite.attention.base import AttentionBackend, AttentionNeeds
-from titanlite.attention.flash_attention_4 import FlashAttention4
+from titanlite.attention.flash_attention_4 import FlashAttention4, is_installed
 from titanlite.attention.head_tail import head_tail_attention
 from titanlite.attention.sdpa import SDPA
 from titanlite.attention.torch_compat import flash_attention_4_can_be_deterministic
@@ -22,9 +21,7 @@ from titanlite.config.component import ConfigError
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        importlib.util.find_spec("flash_attn") is None, reason="needs the package flash-attn-4"
-    ),
+    pytest.mark.skipif(not is_installed(), reason="needs the package flash-attn-4"),
 ]
 T = 384
 BACKEND = "--attention.backend=flash_attention_4"

@@ -90,11 +90,8 @@ def apply_fsdp(
     if mesh.fsdp.device_type == "cuda":
         if parallelism.fsdp_symmetric_memory:
             _use_symmetric_memory(net)
-        elif not cpu_offload:
-            for module in net.modules():
-                # So the next step's activations take the place of gradients. Offloaded gradients are copied.
-                if isinstance(module, FSDPModule):
-                    reduce_fsdp_in_computation_memory(module)
+        elif not cpu_offload:  # offloaded gradients leave the device as soon as they are reduced
+            _share_memory_of_gradients(net)
 
 
 def _prefetch_next_block(blocks: list[nn.Module]) -> None:
@@ -119,6 +116,13 @@ def _use_symmetric_memory(net: Decoder) -> None:
     for module in net.modules():
         if isinstance(module, FSDPModule):
             use_symmetric_memory(module)
+
+
+def _share_memory_of_gradients(net: Decoder) -> None:
+    """Let activations take the memory of the gradients that the optimizer has used."""
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            reduce_fsdp_in_computation_memory(module)
 
 
 def time_waits(net: Decoder, clock: StepClock, on_cuda: bool) -> None:
