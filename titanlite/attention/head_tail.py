@@ -117,7 +117,7 @@ def _backward(
     lse_BHT1: torch.Tensor,
     first: int,
     last: int,
-    flash: bool,
+    flash: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     d_q, d_k, d_v = (torch.zeros_like(x, dtype=torch.float32) for x in (q_BHTE, k_BKTE, v_BKTE))
     for queries, spans in _chunks(q_BHTE.shape[2], first, last):
