@@ -1,6 +1,6 @@
 """Peak memory and step time of runs that no measurement had seen when `titanlite plan` computed them.
 
-    python benchmarks/blind_points.py predict                    # before the runs, and committed before them
+    python benchmarks/blind_points.py predict        # before the runs, and committed before them
     python benchmarks/blind_points.py measure --gpus 1 --output FILE [--at-once 6] [--limit-s 420]
     python benchmarks/blind_points.py compare                    # the table of errors
 
@@ -116,8 +116,11 @@ def plan(point: Point) -> dict[str, Any]:
 
 
 def predict() -> None:
-    """Write what the plan says of all points."""
-    rows = [vars(point) | plan(point) for point in points()]
+    """Write what the plan says of all points. The prediction for a point that was measured stays as it was."""
+    measured = {run["name"] for run in measured_runs()}
+    known = json.loads(PREDICTIONS.read_text())["points"] if measured else []
+    kept = {row["name"]: row for row in known if row["name"] in measured}
+    rows = [kept.get(point.name) or vars(point) | plan(point) for point in points()]
     cells = [["point", "GPUs", "GiB", "", "peak at", "step s", ""]]
     for row in rows:
         numbers = [str(row["gpus"]), f"{row['planned_gib']:.2f}", row["fits"], row["peak_at"]]
@@ -349,8 +352,7 @@ def _ordinary(reports: list[dict[str, float]], row: dict[str, Any]) -> dict[str,
 def errors() -> list[dict[str, Any]]:
     """The rows of all measured points. `now`: the peak by the present plan and its error, where they are not
     those of the prediction, without detailed reports."""
-    runs = [run for path in sorted(RESULTS.glob("blind_points_h200*.json")) for run in _runs(path)]
-    by_name, rows = {point.name: point for point in points()}, []
+    runs, by_name, rows = measured_runs(), {point.name: point for point in points()}, []
     for prediction in json.loads(PREDICTIONS.read_text())["points"]:
         row = compared(prediction, runs)
         if row is None:
@@ -365,9 +367,10 @@ def errors() -> list[dict[str, Any]]:
     return rows
 
 
-def _runs(path: Path) -> list[dict[str, Any]]:
-    runs: list[dict[str, Any]] = json.loads(path.read_text())["runs"]
-    return runs
+def measured_runs() -> list[dict[str, Any]]:
+    """The runs of all points in benchmarks/results."""
+    paths = sorted(RESULTS.glob("blind_points_h200*.json"))
+    return [run for path in paths for run in json.loads(path.read_text())["runs"]]
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -34,8 +34,21 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked gpu if no CUDA device is to be seen."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="K/N", help="run one of N parts of the tests, such as 1/4")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of other parts, and skip tests marked gpu if no CUDA device is to be seen."""
+    if part := config.getoption("part"):
+        from tests.support.tiers import in_part
+
+        try:
+            others = {item for item in items if not in_part(item.nodeid, part)}
+        except ValueError as e:
+            raise pytest.UsageError(str(e)) from None
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu:
         import torch

@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from tests.support import ranks
 from tests.support.jobs import ROOT
+from tests.support.tiers import in_part
 
+PART = [sys.executable, "-m", "pytest", "--collect-only", str(ROOT / "tests/test_architecture.py")]
 SUITE = [sys.executable, str(ROOT / "benchmarks" / "suite.py")]
 
 
@@ -165,3 +167,27 @@ def test_the_limit_of_cpu_time_counts_orphans(limit: str, code: int) -> None:
     )  # fmt: skip
     assert run.returncode == code, run.stderr
     assert ("are allowed" in run.stderr) == bool(code)
+
+
+def test_each_test_is_in_one_part() -> None:
+    tests = [f"tests/test_it.py::test_it[{number}]" for number in range(1000)]
+    sizes = [sum(in_part(test, f"{part}/4") for test in tests) for part in (1, 2, 3, 4)]
+    assert sum(sizes) == 1000
+    assert min(sizes) > 200
+
+
+def test_parts_that_are_collected_are_disjoint_and_complete() -> None:
+    def collected(*options: str) -> list[str]:
+        done = subprocess.run([*PART, *options], capture_output=True, text=True, check=True)
+        return [line for line in done.stdout.splitlines() if "::" in line]
+
+    first, second = collected("--part=1/2"), collected("--part=2/2")
+    assert first
+    assert second
+    assert sorted(first + second) == sorted(collected())
+
+
+@pytest.mark.parametrize("part", ["0/4", "5/4", "1", "1/0", "a/b", "1/4/5"])
+def test_a_part_that_does_not_exist_is_refused(part: str) -> None:
+    with pytest.raises(ValueError, match="--part: "):
+        in_part("tests/test_it.py::test_it", part)

@@ -1,7 +1,10 @@
-"""The tiers of tests: the default one, which `pytest` runs, and the full one, which `pytest -m full` runs."""
+"""The tiers of tests: the default one, which `pytest` runs, and the full one, which `pytest -m full` runs. A
+run may be divided into parts: `pytest -m full --part=1/4`."""
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -16,3 +19,13 @@ def full(*values: Any) -> Any:
 def sampled(values: Iterable[Any], default: Collection[Any]) -> list[Any]:
     """Values of pytest.mark.parametrize, of which those that are not in `default` are in the full tier."""
     return [value if value in default else full(value) for value in values]
+
+
+def in_part(test: str, part: str) -> bool:
+    """Whether the test with this node id is in `part`, which is K/N, such as 1/4. Each test is in one of the
+    N parts, by a hash of its node id: a new test moves no other one. Raises ValueError if `part` is not K/N
+    with 1 <= K <= N."""
+    numbers = re.fullmatch(r"([0-9]+)/([0-9]+)", part)
+    if not numbers or not 1 <= int(numbers[1]) <= int(numbers[2]):
+        raise ValueError(f"--part: {part!r} is not K/N with 1 <= K <= N, such as 1/4")
+    return zlib.crc32(test.encode()) % int(numbers[2]) == int(numbers[1]) - 1

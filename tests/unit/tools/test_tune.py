@@ -24,14 +24,15 @@ from titanlite.tools.tune import at_width, table, verdict
 ROOT = Path(__file__).resolve().parents[3]
 
 CHECK = ["tune", "debug", "--coordinate-check"]
-SMALL = [*CHECK, "--widths=128,256,512", "--seeds=1", "--model.overrides.n_layers=1"]
-FEW = ("--widths=128,256,512", "--model.overrides.n_layers=2")
+NARROW = "--widths=128,256,512"
+SMALL = [*CHECK, NARROW, "--seeds=1", "--model.overrides.n_layers=1"]
+FEW = (NARROW, "--model.overrides.n_layers=2")
 EXPERT_KEYS = [
     (*FEW, "--model.name=qwen3_moe"),
     (*FEW, "--model.name=olmoe", "--moe.load_balance=none"),
     (*FEW, "--model.name=qwen3_moe", "--optimizer.name=muon", "--optimizer.adjust_lr_fn=spectral"),
 ]
-MUON = ["--optimizer.name=muon", "--widths=128,256,512"]
+MUON = ["--optimizer.name=muon", NARROW]
 
 
 def test_the_rules_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +146,8 @@ def test_the_base_width_keeps_its_settings(capsys: pytest.CaptureFixture[str]) -
     "keys",
     [
         *map(full, [
-            [], ["--model.name=qwen3"], ["--model.overrides.tie_word_embeddings=false"],
+            ["--seeds=1"], [NARROW, "--model.name=qwen3"],
+            [NARROW, "--model.overrides.tie_word_embeddings=false"],
             MUON, [*MUON, "--optimizer.adjust_lr_fn=spectral"], *map(list, EXPERT_KEYS),
         ]),
     ],
