@@ -116,7 +116,7 @@ def plan(point: Point) -> dict[str, Any]:
 
 
 def predict() -> None:
-    """Write what the plan says of all points. The prediction for a point that was measured stays as it was."""
+    """Write what the plan says of all points. The prediction for a point that was measured stays."""
     measured = {run["name"] for run in measured_runs()}
     known = json.loads(PREDICTIONS.read_text())["points"] if measured else []
     kept = {row["name"]: row for row in known if row["name"] in measured}

@@ -14,10 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import titanlite
 from tests.support.jobs import metrics_in
 from titanlite.config.component import ConfigError
 from titanlite.runtime import compile_cache, environment
-from titanlite.runtime.compile_cache import use_compile_cache
+from titanlite.runtime.compile_cache import OPERATORS, use_compile_cache
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU, VARIABLE = torch.device("cpu"), "TORCHINDUCTOR_CACHE_DIR"
@@ -38,6 +39,26 @@ def test_compiled_code_is_kept_in_the_users_cache_folder(environ: dict[str, str]
     assert folder.name.startswith(f"torch-{torch.__version__}_titanlite-")
     assert folder.name.endswith(torch.backends.cpu.get_cpu_capability().replace(" ", "_"))
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder.parent)] == [0o700, 0o700]
+
+
+def test_other_custom_operators_have_another_folder(
+    environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of an edited copy of the package. Else its compiled code would call operators with other
+    arguments."""
+    package = Path(titanlite.__file__).parent
+    modules = {str(path.relative_to(package)) for path in package.rglob("*.py")}
+    assert {name for name in modules if "custom_op(" in (package / name).read_text()} == set(OPERATORS)
+    folders = []
+    for edited in ("", *OPERATORS):
+        for module in OPERATORS:
+            path = tmp_path / "package" / module
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text((package / module).read_text() + "# edited" * (module == edited))
+        monkeypatch.setattr(titanlite, "__file__", str(tmp_path / "package/__init__.py"))
+        use_compile_cache(str(tmp_path / "cache"), CPU, tmp_path / "run")
+        folders.append(environ[VARIABLE])
+    assert len(set(folders)) == len(folders)
 
 
 def test_the_users_variable_stays_unless_the_key_is_set(environ: dict[str, str], tmp_path: Path) -> None:
