@@ -4,6 +4,7 @@ optionally compared with torchtitan 0.2.2 or with another checkout of titanlite.
     python benchmarks/throughput.py train_configs/llama3_1b.toml --ngpu 1 [--section.key=value ...]
         --output benchmarks/results/NAME.json [--before CHECKOUT]
         [--peer "--training.local_batch_size 16 ..."]
+    python benchmarks/throughput.py benchmarks/results/NAME.json --output AGAIN.json [--rounds 2]
 
 Tokenizer and data are replaced by the shipped ones (the standard library's source), so that nothing has to be
 downloaded. The model, its vocabulary and the kernels are those of the configuration. Medians are over the
@@ -15,6 +16,9 @@ TORCHTITAN_PEER names a folder with its torchtitan.toml and the modules that the
 computed from its tokens/s with titanlite's FLOP formula.
 
 With `--before` another checkout of titanlite, for example an older commit, runs in turns with this one.
+
+In place of a configuration, a result of this program repeats its measurement: the configuration in
+train_configs/, the overrides, the number of GPUs, and torchtitan's options if it had any.
 """
 
 from __future__ import annotations
@@ -62,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("config")
+    parser.add_argument("config", help="a TOML file, or a result whose measurement is repeated")
     parser.add_argument("--ngpu", type=int, default=1)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--skip", type=int, default=10, help="steps before the first report that counts")
@@ -73,6 +77,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--output", type=Path, required=True)
     options, overrides = parser.parse_known_args()
+    if options.config.endswith(".json"):
+        overrides = repeat(options, json.loads(Path(options.config).read_text())) + overrides
     runs = []
     for _ in range(options.rounds):
         if options.peer is not None:
@@ -104,6 +110,15 @@ def main() -> None:
         }
     print(json.dumps(result))
     write_result(options.output, {**result, "runs": runs}, "torch", "torchao", "flash-attn-4", "torchtitan")
+
+
+def repeat(options: argparse.Namespace, result: dict[str, Any]) -> list[str]:
+    """Set the configuration, the number of GPUs and torchtitan's options to those of a result. Returns its
+    overrides."""
+    options.config, options.ngpu = f"train_configs/{result['config']}", result["ngpu"]
+    options.peer = result.get("peer_options") if options.peer is None else options.peer
+    overrides: list[str] = result["overrides"]
+    return overrides
 
 
 def measure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -14,6 +15,7 @@ from benchmarks import optimizer_tables, transfer_lr
 from benchmarks.optimizer_curves import Case, crossing, next_rates, summary
 from benchmarks.text_by_kind import taken_apart
 from benchmarks.text_tasks import CHOICES, CONTEXT_LINES, last_word, next_line
+from benchmarks.throughput import repeat
 from benchmarks.trained_run import TABLES, recorded, refreshed, with_header
 
 
@@ -264,3 +266,12 @@ def test_the_tables_of_a_trained_run_have_its_numbers(tmp_path: Path) -> None:
     assert config.endswith("docs/stages.md has the\n# curve.\n\n[job]\n") or config.endswith(
         "curve.\n\n[job]\n"
     )
+
+
+def test_a_result_says_how_its_measurement_is_repeated() -> None:
+    path = Path(__file__).resolve().parents[1] / "benchmarks/results/llama3_8b_h200x4_b2_torchtitan.json"
+    options = argparse.Namespace(config=str(path), ngpu=1, peer=None)
+    overrides = repeat(options, json.loads(path.read_text()))
+    assert (options.config, options.ngpu) == ("train_configs/llama3_8b.toml", 4)
+    assert "--training.local_batch_size=2" in overrides
+    assert options.peer.startswith("--model.flavor 8B ")
