@@ -11,6 +11,7 @@ for module in (
     "numpy.ma",  # these are imported late by a run
     "torch._functorch.aot_autograd",
     "torch._dynamo",
+    "torch._inductor.compile_fx",
     "torch.distributed.pipelining",
     "torch.testing",
     "pytest",

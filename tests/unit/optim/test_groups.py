@@ -155,6 +155,7 @@ def test_a_group_trains_with_its_own_learning_rate(tmp_path: Path, corpus: Path)
         assert torch.equal(before[name], after[name]) == (".mlp." in name), name
 
 
+@pytest.mark.full
 def test_a_pipeline_rank_may_have_no_parameter_of_a_group(tmp_path: Path, corpus: Path, run_on: Any) -> None:
     first_block = '--optimizer.param_groups=[{pattern = "model.layers.0.*", lr_multiplier = 0.5}]'
     keys = [UNTIED, first_block, "--training.steps=4"]
