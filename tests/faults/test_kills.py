@@ -8,6 +8,7 @@ every point x {rank 0, rank 1} killed x {sync, async}."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import sys
@@ -165,15 +166,24 @@ SAVES: list[Case] = [
 ]
 
 
-def more_saves() -> Iterator[Case]:
-    """All points on one rank, three per run. Retention is tested alone, because it needs three
-    checkpoints."""
-    names = [name for name in SAVE if SAVE[name].step == 4]
+def three_per_run(size: int, modes: Sequence[str], victim: int, names: Sequence[str]) -> Iterator[Case]:
+    """Kills at points that do not need three checkpoints, in the saves of steps 2, 4 and 6 of one run. The
+    runs have `modes` in turn, but P2 exists in async saves only."""
     for i in range(0, len(names), 3):
         three = names[i : i + 3]
-        mode = "async" if any(name.startswith("P2") for name in three) else MODES[i // 3 % 2]
-        yield 1, mode, [(name, 0, step) for name, step in zip(three, (2, 4, 6))]
-    for i, name in enumerate(name for name in SAVE if SAVE[name].step == 6):
+        is_async = any(name.startswith("P2") for name in three)
+        mode = "async" if is_async else modes[i // 3 % len(modes)]
+        yield size, mode, [(name, victim, step) for name, step in zip(three, (2, 4, 6))]
+
+
+ANYWHERE = [name for name in SAVE if SAVE[name].step == 4]
+RETENTION = [name for name in SAVE if SAVE[name].step == 6]  # needs three checkpoints
+
+
+def more_saves() -> Iterator[Case]:
+    """All points on one rank."""
+    yield from three_per_run(1, MODES, 0, ANYWHERE)
+    for i, name in enumerate(RETENTION):
         yield 1, MODES[i % 2], [(name, 0, 6)]
     # The phases that the default tier does not have, on two ranks.
     yield 2, "disabled", [("P4 results gathered", 1, 4), ("P6 before the rename", 0, 6)]
@@ -186,10 +196,12 @@ def more_saves() -> Iterator[Case]:
 
 def all_saves() -> Iterator[Case]:
     """Every point x the killed rank x the mode, on two ranks."""
-    for name in SAVE:
-        for mode in MODES if not name.startswith("P2") else ("async",):
-            for victim in (0, 1):
-                yield 2, mode, [(name, victim, SAVE[name].step)]
+    for mode, victim in itertools.product(MODES, (0, 1)):
+        yield 2, mode, [("P0 agreed", victim, 4)]  # the save of step 2 may be in flight
+        names = [name for name in ANYWHERE[1:] if mode == "async" or not name.startswith("P2")]
+        yield from three_per_run(2, [mode], victim, names)
+        for name in RETENTION:
+            yield 2, mode, [(name, victim, 6)]
 
 
 def with_tiers(default: Iterable[Any], full: Iterable[Any]) -> list[Any]:
@@ -291,22 +303,29 @@ FAILS: list[Case] = [
 ]
 
 
-def more_errors() -> Iterator[Case]:
-    """Two errors per run. The save between them must succeed."""
-    names = [name for name in ERRORS if name not in ("P1 disk full?", "P2 no memory")]
-    yield 1, "async", [("P1 disk full?", 0, 2), ("P2 no memory", 0, 6)]
+def two_per_run(size: int, modes: Sequence[str], rank: int, names: Sequence[str]) -> Iterator[Case]:
+    """Errors in the saves of steps 2 and 6 of one run. The save between them must succeed."""
     for i in range(0, len(names), 2):
-        yield 1, MODES[i // 2 % 2], [(name, 0, step) for name, step in zip(names[i : i + 2], (2, 6))]
+        two = zip(names[i : i + 2], (2, 6))
+        yield size, modes[i // 2 % len(modes)], [(name, rank, step) for name, step in two]
+
+
+ANY_MODE = [name for name in ERRORS if name not in ("P1 disk full?", "P2 no memory")]
+
+
+def more_errors() -> Iterator[Case]:
+    """All points on one rank."""
+    yield 1, "async", [("P1 disk full?", 0, 2), ("P2 no memory", 0, 6)]
+    yield from two_per_run(1, MODES, 0, ANY_MODE)
     yield 2, "async", [("P2 no memory", 1, 2), ("P4 half of .metadata", 0, 6)]
     yield 2, "disabled", [("P3 before fsync", 1, 2), ("P5 half of the manifest", 0, 6)]
 
 
 def all_errors() -> Iterator[Case]:
     """Every point x the failing rank x the mode, on two ranks."""
-    for name in ERRORS:
-        for mode in MODES if name != "P2 no memory" else ("async",):
-            for rank in range(1 + ERRORS[name].shared):
-                yield 2, mode, [(name, rank, 4)]
+    for mode, rank in itertools.product(MODES, (0, 1)):
+        names = [name for name in ERRORS if mode == "async" or name != "P2 no memory"]
+        yield from two_per_run(2, [mode], rank, [name for name in names if ERRORS[name].shared or not rank])
 
 
 @pytest.mark.parametrize("case", with_tiers(FAILS, [*more_errors(), *all_errors()]), ids=label)
@@ -366,10 +385,14 @@ def more_resumes() -> Iterator[tuple[int, list[tuple[str, int]]]]:
 
 
 def all_resumes() -> Iterator[tuple[int, list[tuple[str, int]]]]:
-    """Every point x the killed rank, on two ranks."""
-    for name in RESUME:
-        for victim in (0, 1):
-            yield 2, [(name, victim)]
+    """Every point x the killed rank, on two ranks, six kills per run. A kill of rank 1 at a call of rank 0
+    has a run of its own, because rank 0 may finish the work that the next kill needs."""
+    shared = [name for name in RESUME if RESUME[name].shared]
+    for victim, names in ((0, list(RESUME)), (1, shared)):
+        for i in range(0, len(names), 6):
+            yield 2, [(name, victim) for name in names[i : i + 6]]
+    for name in (name for name in RESUME if name not in shared):
+        yield 2, [(name, 1)]
 
 
 @pytest.mark.parametrize("case", with_tiers(RESUMES, [*more_resumes(), *all_resumes()]), ids=str)
