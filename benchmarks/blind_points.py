@@ -1,6 +1,6 @@
 """Peak memory and step time of runs that no measurement had seen when `titanlite plan` computed them.
 
-    python benchmarks/blind_points.py predict        # before the runs, and committed before them
+    python benchmarks/blind_points.py predict                    # before the runs, and committed before them
     python benchmarks/blind_points.py measure --gpus 1 --output FILE [--at-once 6] [--limit-s 420]
     python benchmarks/blind_points.py compare                    # the table of errors
 
@@ -26,6 +26,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -116,11 +117,19 @@ def plan(point: Point) -> dict[str, Any]:
 
 
 def predict() -> None:
-    """Write what the plan says of all points. The prediction for a point that was measured stays."""
-    measured = {run["name"] for run in measured_runs()}
-    known = json.loads(PREDICTIONS.read_text())["points"] if measured else []
-    kept = {row["name"]: row for row in known if row["name"] in measured}
-    rows = [kept.get(point.name) or vars(point) | plan(point) for point in points()]
+    """Write what the plan says of all points, each with the time when it said so. The prediction for a point
+    that was measured stays. Raises ValueError if such a point has changed since."""
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    measured = {run["name"] for run in measured_runs() if "exit_code" in run}
+    known = {row["name"]: row for row in json.loads(PREDICTIONS.read_text())["points"]} if measured else {}
+    rows = []
+    for point in points():
+        if point.name not in measured:
+            rows.append(vars(point) | plan(point) | {"predicted": now})
+        elif vars(point).items() <= known[point.name].items():
+            rows.append(known[point.name])
+        else:
+            raise ValueError(f"{point.name!r} was measured with other settings: give it another name")
     cells = [["point", "GPUs", "GiB", "", "peak at", "step s", ""]]
     for row in rows:
         numbers = [str(row["gpus"]), f"{row['planned_gib']:.2f}", row["fits"], row["peak_at"]]

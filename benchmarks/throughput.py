@@ -18,7 +18,8 @@ computed from its tokens/s with titanlite's FLOP formula.
 With `--before` another checkout of titanlite, for example an older commit, runs in turns with this one.
 
 In place of a configuration, a result of this program repeats its measurement: the configuration in
-train_configs/, the overrides, the number of GPUs, and torchtitan's options if it had any.
+train_configs/, the overrides, the number of GPUs, of steps and of rounds, and torchtitan's options if it had
+any.
 """
 
 from __future__ import annotations
@@ -67,18 +68,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", help="a TOML file, or a result whose measurement is repeated")
-    parser.add_argument("--ngpu", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--skip", type=int, default=10, help="steps before the first report that counts")
+    parser.add_argument("--ngpu", type=int, help="by default 1")
+    parser.add_argument("--steps", type=int, help="by default 30")
+    parser.add_argument("--skip", type=int, help="steps before the first report that counts; by default 10")
     parser.add_argument("--peer", help="measure torchtitan, with these options, in turns with titanlite")
     parser.add_argument(
         "--before", type=Path, help="measure this checkout of titanlite in turns with this one"
     )
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, help="by default 1")
     parser.add_argument("--output", type=Path, required=True)
     options, overrides = parser.parse_known_args()
     if options.config.endswith(".json"):
         overrides = repeat(options, json.loads(Path(options.config).read_text())) + overrides
+    fill(options, {"ngpu": 1, "steps": 30, "skip": 10, "rounds": 1})
     runs = []
     for _ in range(options.rounds):
         if options.peer is not None:
@@ -113,12 +115,22 @@ def main() -> None:
 
 
 def repeat(options: argparse.Namespace, result: dict[str, Any]) -> list[str]:
-    """Set the configuration, the number of GPUs and torchtitan's options to those of a result. Returns its
-    overrides."""
-    options.config, options.ngpu = f"train_configs/{result['config']}", result["ngpu"]
-    options.peer = result.get("peer_options") if options.peer is None else options.peer
+    """Set what the command line leaves open to what a result had. Returns the result's overrides."""
+    run = next(run for run in result["runs"] if run["trainer"] == "titanlite")
+    steps = [report["step"] for report in run["reports"]]
+    skipped = set(steps) - {report["step"] for report in run["counted"]}
+    options.config = f"train_configs/{result['config']}"
+    had = {"ngpu": result["ngpu"], "rounds": result["medians"]["runs"], "peer": result.get("peer_options")}
+    fill(options, had | {"steps": steps[-1], "skip": max(skipped, default=0)})
     overrides: list[str] = result["overrides"]
     return overrides
+
+
+def fill(options: argparse.Namespace, values: dict[str, Any]) -> None:
+    """Set the options that are None."""
+    for name, value in values.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
 
 
 def measure(

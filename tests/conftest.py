@@ -35,7 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", metavar="K/N", help="run one of N parts of the tests, such as 1/4")
+    from tests.support.tiers import part
+
+    parser.addoption("--part", type=part, metavar="K/N", help="run part K of N of the tests, such as 1/4")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -43,10 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if part := config.getoption("part"):
         from tests.support.tiers import in_part
 
-        try:
-            others = {item for item in items if not in_part(item.nodeid, part)}
-        except ValueError as e:
-            raise pytest.UsageError(str(e)) from None
+        others = {item for item in items if not in_part(item.nodeid, *part)}
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]
     gpu = [item for item in items if item.get_closest_marker("gpu")]

@@ -270,8 +270,10 @@ def test_the_tables_of_a_trained_run_have_its_numbers(tmp_path: Path) -> None:
 
 def test_a_result_says_how_its_measurement_is_repeated() -> None:
     path = Path(__file__).resolve().parents[1] / "benchmarks/results/llama3_8b_h200x4_b2_torchtitan.json"
-    options = argparse.Namespace(config=str(path), ngpu=1, peer=None)
+    options = argparse.Namespace(config=str(path), ngpu=2, steps=None, skip=None, rounds=None, peer=None)
     overrides = repeat(options, json.loads(path.read_text()))
-    assert (options.config, options.ngpu) == ("train_configs/llama3_8b.toml", 4)
+    assert options.config == "train_configs/llama3_8b.toml"
+    assert options.ngpu == 2  # the command line's
+    assert (options.steps, options.skip, options.rounds) == (15, 5, 1)
     assert "--training.local_batch_size=2" in overrides
     assert options.peer.startswith("--model.flavor 8B ")

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from tests.support import ranks
 from tests.support.jobs import ROOT
-from tests.support.tiers import in_part
+from tests.support.tiers import in_part, part
 
-PART = [sys.executable, "-m", "pytest", "--collect-only", str(ROOT / "tests/test_architecture.py")]
+COLLECT = [sys.executable, "-m", "pytest", "--collect-only", str(ROOT / "tests/test_architecture.py")]
 SUITE = [sys.executable, str(ROOT / "benchmarks" / "suite.py")]
 
 
@@ -171,14 +171,14 @@ def test_the_limit_of_cpu_time_counts_orphans(limit: str, code: int) -> None:
 
 def test_each_test_is_in_one_part() -> None:
     tests = [f"tests/test_it.py::test_it[{number}]" for number in range(1000)]
-    sizes = [sum(in_part(test, f"{part}/4") for test in tests) for part in (1, 2, 3, 4)]
+    sizes = [sum(in_part(test, k, 4) for test in tests) for k in (1, 2, 3, 4)]
     assert sum(sizes) == 1000
     assert min(sizes) > 200
 
 
 def test_parts_that_are_collected_are_disjoint_and_complete() -> None:
     def collected(*options: str) -> list[str]:
-        done = subprocess.run([*PART, *options], capture_output=True, text=True, check=True)
+        done = subprocess.run([*COLLECT, *options], capture_output=True, text=True, check=True)
         return [line for line in done.stdout.splitlines() if "::" in line]
 
     first, second = collected("--part=1/2"), collected("--part=2/2")
@@ -187,7 +187,14 @@ def test_parts_that_are_collected_are_disjoint_and_complete() -> None:
     assert sorted(first + second) == sorted(collected())
 
 
-@pytest.mark.parametrize("part", ["0/4", "5/4", "1", "1/0", "a/b", "1/4/5"])
-def test_a_part_that_does_not_exist_is_refused(part: str) -> None:
-    with pytest.raises(ValueError, match="--part: "):
-        in_part("tests/test_it.py::test_it", part)
+@pytest.mark.parametrize("text", ["0/4", "5/4", "1", "1/0", "a/b", "1/4/5"])
+def test_a_part_that_does_not_exist_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        part(text)
+    assert part("4/4") == (4, 4)
+
+
+def test_a_mistake_in_the_part_is_a_usage_error() -> None:
+    done = subprocess.run([*COLLECT, "--part=5/4"], capture_output=True, text=True)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "argument --part: invalid part value: '5/4'" in done.stderr

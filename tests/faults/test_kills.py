@@ -166,14 +166,16 @@ SAVES: list[Case] = [
 ]
 
 
-def three_per_run(size: int, modes: Sequence[str], victim: int, names: Sequence[str]) -> Iterator[Case]:
-    """Kills at points that do not need three checkpoints, in the saves of steps 2, 4 and 6 of one run. The
-    runs have `modes` in turn, but P2 exists in async saves only."""
+def three_per_run(
+    size: int, modes: Sequence[str], victim: int, names: Sequence[str], steps: Sequence[int]
+) -> Iterator[Case]:
+    """Kills at points that do not need three checkpoints, in the saves of three steps of one run. The runs
+    have `modes` in turn, but P2 exists in async saves only."""
     for i in range(0, len(names), 3):
         three = names[i : i + 3]
         is_async = any(name.startswith("P2") for name in three)
         mode = "async" if is_async else modes[i // 3 % len(modes)]
-        yield size, mode, [(name, victim, step) for name, step in zip(three, (2, 4, 6))]
+        yield size, mode, [(name, victim, step) for name, step in zip(three, steps)]
 
 
 ANYWHERE = [name for name in SAVE if SAVE[name].step == 4]
@@ -181,8 +183,8 @@ RETENTION = [name for name in SAVE if SAVE[name].step == 6]  # needs three check
 
 
 def more_saves() -> Iterator[Case]:
-    """All points on one rank."""
-    yield from three_per_run(1, MODES, 0, ANYWHERE)
+    """All points on one rank, and some on two."""
+    yield from three_per_run(1, MODES, 0, ANYWHERE, (2, 4, 6))
     for i, name in enumerate(RETENTION):
         yield 1, MODES[i % 2], [(name, 0, 6)]
     # The phases that the default tier does not have, on two ranks.
@@ -195,11 +197,10 @@ def more_saves() -> Iterator[Case]:
 
 
 def all_saves() -> Iterator[Case]:
-    """Every point x the killed rank x the mode, on two ranks."""
+    """Every point x the killed rank x the mode, on two ranks, in saves that have a checkpoint before them."""
     for mode, victim in itertools.product(MODES, (0, 1)):
-        yield 2, mode, [("P0 agreed", victim, 4)]  # the save of step 2 may be in flight
-        names = [name for name in ANYWHERE[1:] if mode == "async" or not name.startswith("P2")]
-        yield from three_per_run(2, [mode], victim, names)
+        names = [name for name in ANYWHERE if mode == "async" or not name.startswith("P2")]
+        yield from three_per_run(2, [mode], victim, names, (4, 6, 8))
         for name in RETENTION:
             yield 2, mode, [(name, victim, 6)]
 
@@ -310,13 +311,11 @@ def two_per_run(size: int, modes: Sequence[str], rank: int, names: Sequence[str]
         yield size, modes[i // 2 % len(modes)], [(name, rank, step) for name, step in two]
 
 
-ANY_MODE = [name for name in ERRORS if name not in ("P1 disk full?", "P2 no memory")]
-
-
 def more_errors() -> Iterator[Case]:
-    """All points on one rank."""
+    """All points on one rank, and some on two."""
     yield 1, "async", [("P1 disk full?", 0, 2), ("P2 no memory", 0, 6)]
-    yield from two_per_run(1, MODES, 0, ANY_MODE)
+    others = [name for name in ERRORS if name not in ("P1 disk full?", "P2 no memory")]
+    yield from two_per_run(1, MODES, 0, others)
     yield 2, "async", [("P2 no memory", 1, 2), ("P4 half of .metadata", 0, 6)]
     yield 2, "disabled", [("P3 before fsync", 1, 2), ("P5 half of the manifest", 0, 6)]
 

@@ -93,9 +93,10 @@ RESUME = {
     "half cleaned": Point("shutil:rmtree", "half", 1, PARTIAL),
     "partly cleaned": Point("shutil:rmtree", "after", 1, PARTIAL),
     "cleaned": Point("commit:clean", "after"),
+    # Before the other kills at a probe in the same run: the start after these removes what they left.
+    "probe half removed": Point("shutil:rmtree", "half", 1, PROBE),
     "probe": Point("resume:_make_probe", "after"),
     "probe written": Point("resume:write_file", "after", shared=True),
-    "probe half removed": Point("shutil:rmtree", "half", 1, PROBE),
     "before the owner is written": Point("lock:FolderLock.write_owner"),
     "before the commit is recorded": Point("os:replace", "before", 1, "last_commit"),
     "the commit is recorded": Point("os:replace", "after", 1, "last_commit"),

@@ -21,11 +21,16 @@ def sampled(values: Iterable[Any], default: Collection[Any]) -> list[Any]:
     return [value if value in default else full(value) for value in values]
 
 
-def in_part(test: str, part: str) -> bool:
-    """Whether the test with this node id is in `part`, which is K/N, such as 1/4. Each test is in one of the
-    N parts, by a hash of its node id: a new test moves no other one. Raises ValueError if `part` is not K/N
+def part(text: str) -> tuple[int, int]:
+    """K and N of a part K/N, such as 1/4: one of N parts of the tests. Raises ValueError if it is not K/N
     with 1 <= K <= N."""
-    numbers = re.fullmatch(r"([0-9]+)/([0-9]+)", part)
+    numbers = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
     if not numbers or not 1 <= int(numbers[1]) <= int(numbers[2]):
-        raise ValueError(f"--part: {part!r} is not K/N with 1 <= K <= N, such as 1/4")
-    return zlib.crc32(test.encode()) % int(numbers[2]) == int(numbers[1]) - 1
+        raise ValueError(text)
+    return int(numbers[1]), int(numbers[2])
+
+
+def in_part(test: str, k: int, n: int) -> bool:
+    """Whether the test with this node id is in part K of N. Each test is in exactly one part, by a hash of
+    its node id."""
+    return zlib.crc32(test.encode()) % n == k - 1

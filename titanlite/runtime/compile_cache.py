@@ -19,17 +19,18 @@ from titanlite.runtime.environment import compile_cache_of_user, set_compile_cac
 from titanlite.runtime.process import device_name
 
 # Modules with custom operators. Compiled code calls these by their names, with the arguments that they had
-# when it was compiled, and the version stays the same from one commit to the next.
+# when it was compiled, and torch's keys of compiled code do not have their definitions.
 OPERATORS = ("attention/head_tail.py", "models/grouped_mm.py", "models/moe.py")
 
 
 def use_compile_cache(cache_dir: str, device: torch.device, run_folder: Path) -> None:
     """Let torch's compiler keep its code in `cache_dir`, by default `titanlite/compile` in the user's cache
-    folder, and there in a folder for these versions of torch, titanlite and its custom operators and this
-    device. If the user has set TORCHINDUCTOR_CACHE_DIR, it stays, unless `cache_dir` is given.
+    folder, and there in a folder for these versions of torch and titanlite and this device. If the user has
+    set TORCHINDUCTOR_CACHE_DIR, it stays, unless `cache_dir` is given.
 
     Raises ConfigError if others own the folder or may write to it, or if it is in `run_folder`. If the
     default folder cannot be made, compiled code stays where torch keeps it, and a warning says so."""
+    _tag_with_operators()
     if not cache_dir and compile_cache_of_user():
         return
     folder = Path(cache_dir).expanduser() if cache_dir else user_cache() / "titanlite" / "compile"
@@ -40,7 +41,7 @@ def use_compile_cache(cache_dir: str, device: torch.device, run_folder: Path) ->
         )
     # Code for a CPU uses the instructions of this one, and a home folder may be on several machines.
     kind = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device_name(device)
-    name = f"torch-{torch.__version__} titanlite-{titanlite.__version__}-{_operators_digest()} {kind}"
+    name = f"torch-{torch.__version__} titanlite-{titanlite.__version__} {kind}"
     own = folder / re.sub(r"[^\w.+-]+", "_", name)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -54,10 +55,12 @@ def use_compile_cache(cache_dir: str, device: torch.device, run_folder: Path) ->
     set_compile_cache(str(own.absolute()))
 
 
-def _operators_digest() -> str:
-    """The first digits of a digest of the modules with custom operators."""
-    package = Path(titanlite.__file__).parent
-    return hashlib.sha256(b"".join((package / module).read_bytes() for module in OPERATORS)).hexdigest()[:8]
+def _tag_with_operators() -> None:
+    """Let torch's compiler read only code that was compiled with these definitions of custom operators."""
+    package, config = Path(titanlite.__file__).parent, torch.compiler.config
+    digest = hashlib.sha256(b"".join((package / module).read_bytes() for module in OPERATORS)).hexdigest()
+    if not config.cache_key_tag.endswith(digest):  # the user may have set one
+        config.cache_key_tag += f" {digest}"
 
 
 def _check_owner(folder: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,11 +26,12 @@ CPU, VARIABLE = torch.device("cpu"), "TORCHINDUCTOR_CACHE_DIR"
 
 
 @pytest.fixture
-def environ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+def environ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, str]]:
     """An environment with nothing but the user's cache folder."""
     values = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     monkeypatch.setattr(environment, "os", SimpleNamespace(environ=values))
-    return values
+    with torch.compiler.config.patch(cache_key_tag=""):
+        yield values
 
 
 def test_compiled_code_is_kept_in_the_users_cache_folder(environ: dict[str, str], tmp_path: Path) -> None:
@@ -41,24 +43,51 @@ def test_compiled_code_is_kept_in_the_users_cache_folder(environ: dict[str, str]
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder.parent)] == [0o700, 0o700]
 
 
-def test_other_custom_operators_have_another_folder(
+def test_code_is_compiled_again_for_other_custom_operators(
     environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of an edited copy of the package. Else its compiled code would call operators with other
+    """In a copy of the package with an edited module. Else compiled code would call its operators with other
     arguments."""
     package = Path(titanlite.__file__).parent
     modules = {str(path.relative_to(package)) for path in package.rglob("*.py")}
     assert {name for name in modules if "custom_op(" in (package / name).read_text()} == set(OPERATORS)
-    folders = []
-    for edited in ("", *OPERATORS):
+    tags = []
+    for edited in ("", "", *OPERATORS):
         for module in OPERATORS:
             path = tmp_path / "package" / module
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text((package / module).read_text() + "# edited" * (module == edited))
         monkeypatch.setattr(titanlite, "__file__", str(tmp_path / "package/__init__.py"))
-        use_compile_cache(str(tmp_path / "cache"), CPU, tmp_path / "run")
-        folders.append(environ[VARIABLE])
-    assert len(set(folders)) == len(folders)
+        torch.compiler.config.cache_key_tag = "mine"
+        use_compile_cache("", CPU, tmp_path / "run")
+        tags.append(torch.compiler.config.cache_key_tag)
+        use_compile_cache("", CPU, tmp_path / "run")
+        assert torch.compiler.config.cache_key_tag == tags[-1]  # it is added once
+    assert all(tag.startswith("mine ") for tag in tags)
+    assert tags[0] == tags[1]
+    assert len(set(tags)) == 1 + len(OPERATORS)
+
+
+@pytest.mark.full
+def test_torch_compiles_again_for_another_tag(tmp_path: Path) -> None:
+    code = """
+import sys, torch
+from torch._dynamo.utils import counters
+torch.compiler.config.cache_key_tag = sys.argv[1]
+torch.compile(lambda x: x.sin() + 1)(torch.ones(4, requires_grad=True))
+print(counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"])
+"""
+    hits = [
+        subprocess.run(
+            [sys.executable, "-c", code, tag],
+            env=os.environ | {VARIABLE: str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for tag in ("a", "a", "b", "b")
+    ]
+    assert [hit != "0\n" for hit in hits] == [False, True, False, True]
 
 
 def test_the_users_variable_stays_unless_the_key_is_set(environ: dict[str, str], tmp_path: Path) -> None:
