@@ -52,7 +52,8 @@ def test_the_table_of_test_times_is_written_from_the_measurement() -> None:
     page, result = suite_times.TABLE.read_text(encoding="utf-8"), {"wall_s": 3725.4, "passed": 1234}
     commands = [row[2] for row in suite_times.ROW.finditer(page)]
     assert len(commands) == page.count("| `pytest")
-    assert all((ROOT / word).exists() for command in commands for word in command.split() if "/" in word)
+    paths = [word for command in commands for word in command.split() if "/" in word and word[0] != "-"]
+    assert all((ROOT / path).exists() for path in paths)
     written = suite_times.with_times(page, dict.fromkeys(commands, result))
     assert written.count("` | 62 min 5 s |\n") == len(commands)
     assert suite_times.with_times(page, {}) == page
