@@ -83,7 +83,7 @@ def test_ranks_that_are_equally_fast_are_not_named(
     run_on: Any, tmp_path: Path, corpus: Path, size: int
 ) -> None:
     """All ranks sleep in each step, so that what a busy machine adds to one rank's steps is small compared
-    with the sleep."""
+    with the sleep. So this does not show that short steps on a busy machine raise no false alarm."""
     job = job_of(tmp_path, corpus, size, steps=30, log_freq=3)
     assert run_on(size, train_slowly, job, "data", range(1, 31), range(size)) == [[]] * size
     assert len(metrics_of(job)) == 11
