@@ -3,11 +3,13 @@ resumed from a checkpoint; optionally beside torchtitan 0.2.2.
 
     python benchmarks/start.py train_configs/llama3_1b.toml --ngpu 1 [--section.key=value ...]
         --output benchmarks/results/NAME.json [--rounds 2] [--peer "--training.local_batch_size 16 ..."]
+        [--without-checkpoints]
 
 Each round begins with empty compile caches of its own. `first_line_s`: until the program's first line, after
 its imports. `set_up_s`: until titanlite's line "steps 1 to N". `first_step_s`: until the line of the first
-step. Times are the clock's from the start of the launcher to the arrival of the line. Tokenizer and data are
-those of benchmarks/throughput.py, whose docstring says what `--peer` needs.
+step. Times are the clock's from the start of the launcher to the arrival of the line. With
+`--without-checkpoints` nothing is saved and there is no resumed start, for models with large checkpoints.
+Tokenizer and data are those of benchmarks/throughput.py, whose docstring says what `--peer` needs.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ def main() -> None:
     parser.add_argument("--ngpu", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--peer", help="start torchtitan, with these options, in turns with titanlite")
+    parser.add_argument("--without-checkpoints", action="store_true")
     parser.add_argument("--output", type=Path, required=True)
     options, overrides = parser.parse_known_args()
     starts: list[dict[str, Any]] = []
@@ -85,7 +88,7 @@ def commands(
     ours = [str(ROOT / "run_train.sh"), options.config, *SHIPPED_DATA, *overrides]
     ours += [
         f"--compile.cache_dir={folder / 'ours'}",
-        "--checkpoint.enable=true",
+        f"--checkpoint.enable={str(not options.without_checkpoints).lower()}",
         "--lr_scheduler.warmup_steps=0",
     ]
     env = os.environ | {"NGPU": str(options.ngpu), "PYTHON": sys.executable}
@@ -104,11 +107,10 @@ def commands(
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "theirs"),
         }
         starts += [("torchtitan, cold", theirs, peer_env), ("torchtitan, second", theirs, peer_env)]
-    for name, dump, steps in (
-        ("titanlite, cold", "cold", STEPS),
-        ("titanlite, second", "second", STEPS),
-        ("titanlite, resumed", "second", 2 * STEPS),
-    ):
+    runs = [("titanlite, cold", "cold", STEPS), ("titanlite, second", "second", STEPS)]
+    if not options.without_checkpoints:
+        runs.append(("titanlite, resumed", "second", 2 * STEPS))
+    for name, dump, steps in runs:
         where = [f"--job.dump_folder={folder / dump}", f"--training.steps={steps}"]
         starts.append((name, [*ours, *where], env))
     return starts

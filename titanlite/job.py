@@ -171,6 +171,7 @@ class Job:
             masks_documents=self.data.mask_documents,
             cpu_offload=training.enable_cpu_offload,
         )
+        parallelism.check_compiler(self.compile.loss_backend)
         self.float8.check(
             compiled=self.compile.enable,
             micro_batch_tokens=training.local_batch_size * training.seq_len // degrees.cp,

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.component import ConfigError, check_at_least
+from titanlite.runtime.environment import num_local_ranks
 from titanlite.torch_compat import flatten_mesh, local_offsets, plain_tensor, symmetric_memory_of_fsdp
 
 
@@ -61,6 +62,7 @@ KEYS = (  # one per field of Degrees, in the same order
     "context_parallel_degree",
     "tensor_parallel_degree",
 )
+ASYNC_KEY = "parallelism.enable_async_tensor_parallel"
 EXPERT_KEY = "expert_parallel_degree"  # of ranks that are in the product of KEYS already
 REPLICAS = "dp_replicate"
 DP_SHARD_AND_CP = "dp_shard_cp"  # the flattened axis over which FSDP shards under context parallel
@@ -84,6 +86,11 @@ class Parallelism:
     tensor_parallel_degree: int = 1
     """Number of ranks over which each layer's weights are sharded. Between the layers, tokens are sharded
     over the same ranks (sequence parallel)."""
+    enable_async_tensor_parallel: bool = False
+    """Let the compiler split the matrix products next to tensor parallel's collectives into pieces, so that
+    one piece is sent while the next one is computed. For GPUs of one machine that NVLink connects, and with
+    compile.enable. Sums have another order, so that losses differ in their last digits. No effect without
+    tensor parallel and on a CPU."""
     pipeline_parallel_degree: int = 1
     """Number of groups of ranks over which the blocks are partitioned into pipeline stages. The micro-batches
     of the pipeline are the gradient accumulation steps that follow from global_batch_size."""
@@ -156,11 +163,29 @@ class Parallelism:
             )
 
     def check_device(self, device: torch.device) -> None:
-        """Raises ConfigError if this torch lacks a function that the layout needs on `device`."""
+        """Raises ConfigError if this torch lacks a function that the layout needs on `device`, or if ranks
+        that must be on one machine are not."""
         if self.fsdp_symmetric_memory and device.type == "cuda" and symmetric_memory_of_fsdp() is None:
             raise ConfigError(
                 f"FSDP has symmetric memory from torch 2.13 on; this is torch {torch.__version__}: unset it",
                 "parallelism.fsdp_symmetric_memory",
+            )
+        tp = self.tensor_parallel_degree
+        if self.enable_async_tensor_parallel and device.type == "cuda" and num_local_ranks() % tp:
+            raise ConfigError(
+                f"the ranks of tensor_parallel_degree {tp} must be on one machine; this one has "
+                f"{num_local_ranks()} ranks",
+                ASYNC_KEY,
+            )
+
+    def check_compiler(self, backend: str | None) -> None:
+        """Raises ConfigError if tensor parallel is to be asynchronous, but is not compiled by inductor.
+        `backend`: the backend of torch.compile; None: no compilation."""
+        if self.enable_async_tensor_parallel and self.tensor_parallel_degree > 1 and backend != "inductor":
+            raise ConfigError(
+                "torch's compiler makes tensor parallel asynchronous: set compile.enable, and leave "
+                "compile.backend at inductor",
+                ASYNC_KEY,
             )
 
     @property

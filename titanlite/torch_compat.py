@@ -9,6 +9,7 @@ the name or its behaviour changes. Tested with torch 2.11 to 2.13."""
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -373,6 +374,19 @@ def compile_update(function: Callable[..., None], dynamic: bool | None = None) -
     another size could change the last bits of a weight. These options round each operation as eager code
     does. What this costs is unmeasured; a kernel of this kind mostly waits for memory."""
     return torch.compile(function, fullgraph=True, dynamic=dynamic, options=UPDATE_OPTIONS)
+
+
+def async_tensor_parallel_options(mesh: DeviceMesh) -> dict[str, Any]:
+    """Options of torch.compile with which inductor splits a matrix product after an all-gather over `mesh`,
+    or before a reduce-scatter, into pieces that are exchanged through symmetric memory. Call this before the
+    first compilation: torch says that the group need not be enabled any more, but its compiler still looks
+    whether it is. Collective."""
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(mesh.get_group().group_name)
+    return {"_micro_pipeline_tp": True}
 
 
 def loss_compile_options(backend: str) -> dict[str, Any] | None:

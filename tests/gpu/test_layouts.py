@@ -3,6 +3,7 @@ bf16. CPU offload has them, too."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,40 @@ def test_tensor_parallel_composes(tmp_path: Path, corpus: Path, extra: list[str]
     two = run(tmp_path, corpus, *fast, TP, ngpu=2, name="two")
     assert column(two, "train/loss") == pytest.approx(column(one, "train/loss"), rel=5e-3)
     assert column(two, "train/grad_norm") == pytest.approx(column(one, "train/grad_norm"), rel=5e-2)
+
+
+def operators_of_compiled_code(folder: Path) -> set[str]:
+    """The operators of symmetric memory that the compiled code in a cache folder calls."""
+    code = "".join(file.read_text() for file in folder.rglob("*.py"))
+    return set(re.findall(r"symm_mem\.(\w+)", code))
+
+
+@two_gpus
+@pytest.mark.parametrize(
+    ("extra", "product"),
+    [
+        ([], "matmul"),
+        (["--activation_checkpoint.mode=full"], "matmul"),
+        ([*FLOAT8[:1], FLOAT8[1] + "tensorwise"], "scaled_matmul"),
+    ],
+    ids=["bf16", "full", "tensorwise"],
+)
+def test_tensor_parallel_is_asynchronous(
+    tmp_path: Path, corpus: Path, extra: list[str], product: str
+) -> None:
+    """Its collectives are one with the products beside them, and it trains like synchronous tensor
+    parallel."""
+    runs = {}
+    for name, overlaps in (("waits", "false"), ("overlaps", "true")):
+        keys = [*LARGE, "--compile.enable", *extra, TP, f"--compile.cache_dir={tmp_path / name}-code"]
+        key = f"--parallelism.enable_async_tensor_parallel={overlaps}"
+        runs[name] = run(tmp_path, corpus, *keys, key, ngpu=2, name=name)
+    assert operators_of_compiled_code(tmp_path / "waits-code") == set()
+    fused = operators_of_compiled_code(tmp_path / "overlaps-code")
+    assert {f"fused_all_gather_{product}", "fused_matmul_reduce_scatter"} & fused, fused
+    waits, overlaps = runs["waits"], runs["overlaps"]
+    assert column(overlaps, "train/loss") == pytest.approx(column(waits, "train/loss"), rel=5e-3)
+    assert column(overlaps, "train/grad_norm") == pytest.approx(column(waits, "train/grad_norm"), rel=5e-2)
 
 
 @two_gpus

@@ -238,6 +238,15 @@ def test_float8_needs_the_compiler(path, complaint):
     load_job(path, ["--float8.enable", "--float8.emulate"])
 
 
+def test_asynchronous_tensor_parallel_needs_inductor(path, complaint):
+    overlapped = "--parallelism.enable_async_tensor_parallel"
+    load_job(path, [overlapped])  # no effect without tensor parallel
+    split = [overlapped, "--parallelism.tensor_parallel_degree=2"]
+    for compiled in ([], ["--compile.enable", "--compile.backend=aot_eager"]):
+        assert "set compile.enable, and leave compile.backend" in complaint(*split, *compiled, world_size=2)
+    load_job(path, [*split, "--compile.enable"], world_size=2)
+
+
 def test_a_memory_budget_needs_the_compiler(path, complaint):
     budget = "--activation_checkpoint.mode=memory_budget"
     assert "set compile.enable" in complaint(budget)

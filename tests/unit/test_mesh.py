@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 
+from titanlite.config.component import ConfigError
 from titanlite.mesh import ALONE, Parallelism, build_mesh
 
 
@@ -29,3 +32,16 @@ def test_groups_has_the_default_group_and_that_of_each_axis(run_on: Callable[...
         assert along_cp in groups
         assert fsdp == along_cp
     assert ALONE.groups == []
+
+
+def test_asynchronous_tensor_parallel_stays_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = Parallelism(enable_async_tensor_parallel=True, tensor_parallel_degree=4)
+    cuda = torch.device("cuda")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    split.check_device(cuda)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="must be on one machine; this one has 2 ranks") as error:
+        split.check_device(cuda)
+    assert error.value.key == "parallelism.enable_async_tensor_parallel"
+    split.check_device(torch.device("cpu"))
+    Parallelism(tensor_parallel_degree=4).check_device(cuda)

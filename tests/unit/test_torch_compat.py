@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan
 from torch.distributed.device_mesh import init_device_mesh
@@ -458,6 +459,39 @@ def test_a_fake_process_group_exchanges_nothing() -> None:
             dist.all_reduce(value, group=mesh["b"].get_group())
             assert value.tolist() == [1.0] * 3
         assert not dist.is_initialized()
+
+
+class Compiled(Exception):
+    """The compiler has generated code: its argument."""
+
+
+def test_products_beside_collectives_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+
+    def keep(code: str) -> None:
+        raise Compiled(code)  # the operators have no CPU kernel
+
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(keep))
+    monkeypatch.setattr(config, "force_disable_caches", True)
+
+    def code(fn: Any, options: dict[str, Any] | None) -> str:
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="def call") as raised:
+            torch.compile(fn, fullgraph=True, options=options)(torch.ones(512, 512), torch.ones(512, 512))
+        return str(raised.value)
+
+    with torch_compat.fake_process_group(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        name = mesh.get_group().group_name
+        split = torch_compat.async_tensor_parallel_options(mesh)
+        for operator, fn in (
+            ("fused_all_gather_matmul", lambda x, w: funcol.all_gather_tensor(x, 0, name) @ w),
+            ("fused_matmul_reduce_scatter", lambda x, w: funcol.reduce_scatter_tensor(x @ w, "sum", 0, name)),
+        ):
+            assert operator in code(fn, split)
+            assert operator not in code(fn, None)
 
 
 def test_the_compilers_memory_budget() -> None:

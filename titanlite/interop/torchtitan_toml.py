@@ -105,7 +105,7 @@ _REASONS = {  # reason why there is no counterpart: keys; a key that ends with a
         memory_estimation. metrics.disable_color_printing mx. optimizer.early_step_in_backward
         parallelism.context_parallel_load_balancer parallelism.context_parallel_rotate_method
         activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns
-        parallelism.enable_async_tensor_parallel parallelism.enable_compiled_autograd
+        parallelism.enable_compiled_autograd
         parallelism.pipeline_parallel_expert_parallel_overlap quantize.grouped_mm.
         quantize.linear.mx. training.dtype training.gc_debug
     """,

@@ -92,26 +92,30 @@ def apply_compile(net: Decoder, config: Compile, experts_apart: bool = False) ->
                 block.compile(fullgraph=True, dynamic=False, backend=config.backend)
 
 
-def compile_forwards(net: Decoder, config: Compile) -> None:
+def compile_forwards(net: Decoder, config: Compile, options: dict[str, Any] | None = None) -> None:
     """Compile only the forwards of the blocks, for tensor parallel. Call it before activation checkpointing,
-    which then repeats compiled forwards."""
+    which then repeats compiled forwards. `options`: of torch.compile, for the parts with collectives."""
     if config.enable:
         allow_many_graphs()
         for block in net.blocks().values():
             if layers := moe_layers_of(block):
-                _compile_pieces(block, layers, config)
+                _compile_pieces(block, layers, config, options)
             else:
-                block.forward = _compiled(block.forward, config)
+                block.forward = _compiled(block.forward, config, options)
 
 
-def _compiled(function: Callable[..., Any], config: Compile) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True, dynamic=False, backend=config.backend)
+def _compiled(
+    function: Callable[..., Any], config: Compile, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=config.backend, options=options)
 
 
-def _compile_pieces(block: Any, layers: list[MoE], config: Compile) -> None:
+def _compile_pieces(
+    block: Any, layers: list[MoE], config: Compile, options: dict[str, Any] | None = None
+) -> None:
     """Compile what a block does before its experts, the router, shared experts and the products of the
-    experts."""
-    block.attend = _compiled(block.attend, config)
+    experts. `options`: of torch.compile, for what precedes the experts."""
+    block.attend = _compiled(block.attend, config, options)
     for layer in layers:
         for module in layer.children():
             if module is not layer.experts:

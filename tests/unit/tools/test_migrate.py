@@ -55,7 +55,7 @@ NEW = BOTH | {
 }  # fmt: skip
 FULL = {"activation_checkpoint.mode": "full"}
 SELECTIVE = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
-TP = {"parallelism.tensor_parallel_degree": 8, "parallelism.enable_async_tensor_parallel": True}
+TP, ASYNC = {"parallelism.tensor_parallel_degree": 8}, "parallelism.enable_async_tensor_parallel"
 SIZES: dict[str, dict[str, Any]] = {
     "debugmodel": {
         **SELECTIVE, "optimizer.lr": 8e-4, "training.local_batch_size": 8, "training.seq_len": 2048,
@@ -63,8 +63,8 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "8B": {**SELECTIVE, "optimizer.lr": 3e-4, "training.local_batch_size": 1},
     "8B_flex": {**FULL, "optimizer.lr": 3e-4, "training.local_batch_size": 1},
-    "70B": {**FULL, **TP, "optimizer.lr": 1.5e-4, "training.local_batch_size": 8},
-    "405B": {**FULL, **TP, "optimizer.lr": 8e-5, "training.local_batch_size": 2},
+    "70B": {**FULL, **TP, ASYNC: False, "optimizer.lr": 1.5e-4, "training.local_batch_size": 8},
+    "405B": {**FULL, **TP, ASYNC: True, "optimizer.lr": 8e-5, "training.local_batch_size": 2},
 }  # fmt: skip
 CONVERTERS = {"0.1": {"model.converters": "float8"}, "0.2": {"model.converters": ["quantize.linear.float8"]}}
 FILES = {
@@ -125,6 +125,7 @@ def test_torchtitans_files(file: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert job.activation_checkpoint.mode == keys["activation_checkpoint.mode"]
     assert job.parallelism.tensor_parallel_degree == keys.get("parallelism.tensor_parallel_degree", 1)
+    assert job.parallelism.enable_async_tensor_parallel == keys.get(ASYNC, False)
     old = file.startswith("0.1")
     assert job.checkpoint.enable == (not old)
     assert job.compile.enable == (keys["training.compile"] if old else True)
