@@ -123,7 +123,9 @@ def _main_of(module: str, words: Sequence[str]) -> int:
     """Run `main` of a module. Raises RuntimeError if it calls sys.exit: only a user's component does, and
     sys.exit(0) would look like a completed run."""
     try:
-        return importlib.import_module(module).main(words)
+        imported = importlib.import_module(module)
+        environment.await_rank()
+        return imported.main(words)
     except SystemExit as error:
         text = f"a component or an imported module called sys.exit({error.code!r})"
         raise RuntimeError(text) from error

@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.component import ConfigError, check_at_least
-from titanlite.runtime.environment import num_local_ranks
 from titanlite.torch_compat import flatten_mesh, local_offsets, plain_tensor, symmetric_memory_of_fsdp
 
 
@@ -162,19 +161,19 @@ class Parallelism:
                 key,
             )
 
-    def check_device(self, device: torch.device) -> None:
+    def check_device(self, device: torch.device, num_local_ranks: int) -> None:
         """Raises ConfigError if this torch lacks a function that the layout needs on `device`, or if ranks
-        that must be on one machine are not."""
+        that must be on one machine are not. `num_local_ranks`: number of ranks of this machine."""
         if self.fsdp_symmetric_memory and device.type == "cuda" and symmetric_memory_of_fsdp() is None:
             raise ConfigError(
                 f"FSDP has symmetric memory from torch 2.13 on; this is torch {torch.__version__}: unset it",
                 "parallelism.fsdp_symmetric_memory",
             )
         tp = self.tensor_parallel_degree
-        if self.enable_async_tensor_parallel and device.type == "cuda" and num_local_ranks() % tp:
+        if self.enable_async_tensor_parallel and device.type == "cuda" and num_local_ranks % tp:
             raise ConfigError(
                 f"the ranks of tensor_parallel_degree {tp} must be on one machine; this one has "
-                f"{num_local_ranks()} ranks",
+                f"{num_local_ranks} ranks",
                 ASYNC_KEY,
             )
 

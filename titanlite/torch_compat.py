@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from subprocess import Popen
 from typing import IO, Any, NamedTuple, cast
 from weakref import WeakMethod
 
@@ -203,6 +204,20 @@ def _fsdp_groups(module: torch.nn.Module) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
     groups = [state._fsdp_param_group] if groups is None else groups
     return [group for group in groups if group is not None]
+
+
+def begin_ranks_with(begin: Callable[[Sequence[str], Mapping[str, str]], Popen[Any] | None]) -> None:
+    """Let torchrun's agent take each rank's process from `begin`, which gets the command and the environment.
+    Where it returns None, and if the rank's output goes into a file, the agent starts a process."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    start = SubprocessHandler._popen
+
+    def process(self: Any, command: tuple[str, ...], env: dict[str, str]) -> Popen[Any]:
+        redirected = self._stdout is not None or self._stderr is not None
+        return (None if redirected else begin(command, env)) or start(self, command, env)
+
+    setattr(SubprocessHandler, "_popen", process)  # noqa: B010 -- mypy forbids to assign to a method
 
 
 # ---- tensors

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -492,6 +494,28 @@ def test_products_beside_collectives_are_split(monkeypatch: pytest.MonkeyPatch) 
         ):
             assert operator in code(fn, split)
             assert operator not in code(fn, None)
+
+
+def test_ranks_begin_in_processes_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    def run(redirects: Std) -> list[str]:
+        logs = DefaultLogsSpecs(log_dir=str(tmp_path / "logs"), redirects=redirects)
+        ranks = start_processes("test", "echo", {0: ("a",), 1: ("b",)}, {0: {"X": "0"}, 1: {"X": "1"}}, logs)
+        assert ranks.wait().failures == {}
+        return sorted(capfd.readouterr().out.split())
+
+    def begin(command: Any, env: Any) -> Popen | None:
+        return None if env["X"] == "1" else Popen(["echo", "instead of", *command])
+
+    monkeypatch.setattr(SubprocessHandler, "_popen", SubprocessHandler._popen)  # restored afterwards
+    assert run(Std.NONE) == ["a", "b"]
+    torch_compat.begin_ranks_with(begin)
+    assert run(Std.NONE) == ["a", "b", "echo", "instead", "of"]
+    assert run(Std.OUT) == []
 
 
 def test_the_compilers_memory_budget() -> None:

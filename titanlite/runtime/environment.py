@@ -6,11 +6,13 @@ variables while torch is imported.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from pathlib import Path
 
 _LAUNCHER_PID = "TITANLITE_LAUNCHER_PID"
+_RANK_PIPE = "TITANLITE_RANK_PIPE"
 _TUNE_PID = "TITANLITE_TUNE_PID"
 NOTES = "TITANLITE_NOTES"
 MAX_CONNECTED = 256  # ranks that gloo connects with each other at the start
@@ -158,8 +160,10 @@ def take_tune_pid() -> int | None:
     return int(pid) if pid else None
 
 
-def prepare_to_launch() -> None:
-    """Called by the launcher: tell the ranks its process id, and give each restart a store of its own.
+def prepare_to_launch(num_ranks: int) -> None:
+    """Called by the launcher of `num_ranks` ranks: tell them its process id, give each restart a store of its
+    own, and, if the user has not set the number of OpenMP threads, give each of several ranks one, as
+    torchrun does.
 
     torchrun's shared store still has the addresses of ranks that died, and a new gloo group may wait for them
     forever (seen with torch 2.13).
@@ -170,3 +174,24 @@ def prepare_to_launch() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ[_LAUNCHER_PID] = str(os.getpid())
+    if num_ranks > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def waiting_environment(pipe: int) -> dict[str, str]:
+    """The environment of a process that reads the environment of its rank from the file descriptor `pipe`."""
+    return os.environ | {_RANK_PIPE: str(pipe)}
+
+
+def await_rank() -> None:
+    """In a process of WaitingRanks: wait for the environment of this process's rank, and take it. Ends the
+    process if the launcher closes the pipe without one. Does nothing in any other process."""
+    pipe = os.environ.pop(_RANK_PIPE, None)
+    if pipe is None:
+        return
+    with open(int(pipe)) as file:
+        text = file.read()
+    if not text:
+        os._exit(0)
+    os.environ.clear()
+    os.environ.update(json.loads(text))
