@@ -303,13 +303,17 @@ class _Step:
         return held
 
     def _held_blocks(self, i: int) -> float:
-        keeps = not self.frees or self._keeps_float8
-        return self.gathered_of_first[i + 1] if keeps else self._gathered(self.blocks[i])
+        kept = self.gathered_of_first[i + 1]
+        if self._keeps_float8:
+            gathers = self.run.degrees.dp_shard * self.run.degrees.cp > 1
+            return 2 * kept if gathers and not self.frees else kept
+        return self._gathered(self.blocks[i]) if self.frees else kept
 
     @property
     def _keeps_float8(self) -> bool:
-        """Whether compiled blocks keep 8-bit weights for the backward even if FSDP frees them: found from
-        llama3_8b_float8_h200x2_b1_torchtitan.json and ..._h200x4_b2_...; both need 5.4 GiB more otherwise."""
+        """Whether compiled blocks keep 8-bit weights of their own for the backward, whether FSDP frees its
+        or not: found from llama3_8b_float8_h200x2_b1_torchtitan.json and ..._h200x4_b2_..., where FSDP frees
+        them, and ..._h200x4_default_..., where it keeps them and the peak is 7.3 GiB higher."""
         return self.run.float8.gathers_float8
 
     def _held_always(self) -> float:
