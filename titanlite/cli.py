@@ -25,6 +25,7 @@ from titanlite.config.component import ConfigError
 from titanlite.files import REFUSALS
 from titanlite.log import printable, tell
 from titanlite.runtime import environment
+from titanlite.runtime.parent import die_with_launcher
 from titanlite.runtime.signals import Stopped, stop_requests
 
 ROOM = "; make room there (df -h, df -i), or name a folder on another disk"
@@ -114,6 +115,11 @@ def _dispatch(argv: Sequence[str]) -> int:
     trains = name in ("train", "launch")
     if name == "launch" and sys.stderr.isatty():
         tell("starting (importing PyTorch takes some seconds)")
+    if environment.waits_for_rank():
+        die_with_launcher()
+        with suppress(Exception):  # the launcher has the same error, or this rank raises it again below
+            importlib.import_module(verb.module)
+        environment.await_rank()
     # From here on a signal requests a stop. train() opens stop_requests() again, to read the requests.
     with stop_requests() if trains else nullcontext():
         return _main_of(verb.module, words)
@@ -123,9 +129,7 @@ def _main_of(module: str, words: Sequence[str]) -> int:
     """Run `main` of a module. Raises RuntimeError if it calls sys.exit: only a user's component does, and
     sys.exit(0) would look like a completed run."""
     try:
-        imported = importlib.import_module(module)
-        environment.await_rank()
-        return imported.main(words)
+        return importlib.import_module(module).main(words)
     except SystemExit as error:
         text = f"a component or an imported module called sys.exit({error.code!r})"
         raise RuntimeError(text) from error

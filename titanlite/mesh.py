@@ -161,14 +161,17 @@ class Parallelism:
                 key,
             )
 
-    def check_device(self, device: torch.device, num_local_ranks: int) -> None:
-        """Raises ConfigError if this torch lacks a function that the layout needs on `device`, or if ranks
-        that must be on one machine are not. `num_local_ranks`: number of ranks of this machine."""
+    def check_device(self, device: torch.device) -> None:
+        """Raises ConfigError if this torch lacks a function that the layout needs on `device`."""
         if self.fsdp_symmetric_memory and device.type == "cuda" and symmetric_memory_of_fsdp() is None:
             raise ConfigError(
                 f"FSDP has symmetric memory from torch 2.13 on; this is torch {torch.__version__}: unset it",
                 "parallelism.fsdp_symmetric_memory",
             )
+
+    def check_machine(self, device: torch.device, num_local_ranks: int) -> None:
+        """Raises ConfigError if ranks that must be on one machine are not. `num_local_ranks`: number of ranks
+        of this machine."""
         tp = self.tensor_parallel_degree
         if self.enable_async_tensor_parallel and device.type == "cuda" and num_local_ranks % tp:
             raise ConfigError(

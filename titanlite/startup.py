@@ -46,7 +46,6 @@ from titanlite.metrics.sinks.base import RunInfo, Sinks
 from titanlite.models.base import Decoder
 from titanlite.parallel.apply import ParallelSettings
 from titanlite.planning.reshard import resolve_reshard
-from titanlite.runtime.environment import num_local_ranks
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, environment
 from titanlite.runtime.signals import StopRequests
@@ -61,7 +60,7 @@ def check_device(
     """The attention backend for this device, and the name of its kernel. Raises ConfigError if the job needs
     something that the device lacks."""
     job.float8.check_device(device)
-    job.parallelism.check_device(device, num_local_ranks())
+    job.parallelism.check_device(device)
     job.compile.check_device(device)
     job.profiling.check(device, world_size)
     model = job.model.config

@@ -206,18 +206,28 @@ def _fsdp_groups(module: torch.nn.Module) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def begin_ranks_with(begin: Callable[[Sequence[str], Mapping[str, str]], Popen[Any] | None]) -> None:
-    """Let torchrun's agent take each rank's process from `begin`, which gets the command and the environment.
-    Where it returns None, and if the rank's output goes into a file, the agent starts a process."""
+Begin = Callable[[Sequence[str], Mapping[str, str]], Popen[Any] | None]
+
+
+@contextmanager
+def begin_ranks_with(begin: Begin) -> Iterator[None]:
+    """In the body, torchrun's agent takes each rank's process from `begin`, which gets the command and the
+    environment of the rank. Where it returns None, and if the rank's output goes into a file, the agent
+    starts a process."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     start = SubprocessHandler._popen
 
     def process(self: Any, command: tuple[str, ...], env: dict[str, str]) -> Popen[Any]:
-        redirected = self._stdout is not None or self._stderr is not None
-        return (None if redirected else begin(command, env)) or start(self, command, env)
+        begun = begin(command, env) if self._stdout is None and self._stderr is None else None
+        return start(self, command, env) if begun is None else begun
 
-    setattr(SubprocessHandler, "_popen", process)  # noqa: B010 -- mypy forbids to assign to a method
+    # setattr, because mypy forbids to assign to a method
+    setattr(SubprocessHandler, "_popen", process)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(SubprocessHandler, "_popen", start)  # noqa: B010
 
 
 # ---- tensors
@@ -391,11 +401,11 @@ def compile_update(function: Callable[..., None], dynamic: bool | None = None) -
     return torch.compile(function, fullgraph=True, dynamic=dynamic, options=UPDATE_OPTIONS)
 
 
-def async_tensor_parallel_options(mesh: DeviceMesh) -> dict[str, Any]:
+def enable_async_tensor_parallel(mesh: DeviceMesh) -> dict[str, Any]:
     """Options of torch.compile with which inductor splits a matrix product after an all-gather over `mesh`,
     or before a reduce-scatter, into pieces that are exchanged through symmetric memory. Call this before the
-    first compilation: torch says that the group need not be enabled any more, but its compiler still looks
-    whether it is. Collective."""
+    first compilation: it enables symmetric memory for the ranks of `mesh`, for which the compiler looks,
+    although torch says that this is not needed any more."""
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     with warnings.catch_warnings():

@@ -37,9 +37,9 @@ def test_groups_has_the_default_group_and_that_of_each_axis(run_on: Callable[...
 def test_asynchronous_tensor_parallel_stays_on_one_machine() -> None:
     split = Parallelism(enable_async_tensor_parallel=True, tensor_parallel_degree=4)
     cuda = torch.device("cuda")
-    split.check_device(cuda, num_local_ranks=8)
+    split.check_machine(cuda, num_local_ranks=8)
     with pytest.raises(ConfigError, match="must be on one machine; this one has 2 ranks") as error:
-        split.check_device(cuda, num_local_ranks=2)
+        split.check_machine(cuda, num_local_ranks=2)
     assert error.value.key == "parallelism.enable_async_tensor_parallel"
-    split.check_device(torch.device("cpu"), num_local_ranks=2)
-    Parallelism(tensor_parallel_degree=4).check_device(cuda, num_local_ranks=2)
+    split.check_machine(torch.device("cpu"), num_local_ranks=2)
+    Parallelism(tensor_parallel_degree=4).check_machine(cuda, num_local_ranks=2)

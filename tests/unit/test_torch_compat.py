@@ -487,7 +487,7 @@ def test_products_beside_collectives_are_split(monkeypatch: pytest.MonkeyPatch) 
     with torch_compat.fake_process_group(0, 2):
         mesh = init_device_mesh("cpu", (2,))
         name = mesh.get_group().group_name
-        split = torch_compat.async_tensor_parallel_options(mesh)
+        split = torch_compat.enable_async_tensor_parallel(mesh)
         for operator, fn in (
             ("fused_all_gather_matmul", lambda x, w: funcol.all_gather_tensor(x, 0, name) @ w),
             ("fused_matmul_reduce_scatter", lambda x, w: funcol.reduce_scatter_tensor(x @ w, "sum", 0, name)),
@@ -496,11 +496,8 @@ def test_products_beside_collectives_are_split(monkeypatch: pytest.MonkeyPatch) 
             assert operator not in code(fn, None)
 
 
-def test_ranks_begin_in_processes_that_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_ranks_begin_in_processes_that_there_are(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     def run(redirects: Std) -> list[str]:
         logs = DefaultLogsSpecs(log_dir=str(tmp_path / "logs"), redirects=redirects)
@@ -511,11 +508,10 @@ def test_ranks_begin_in_processes_that_there_are(
     def begin(command: Any, env: Any) -> Popen | None:
         return None if env["X"] == "1" else Popen(["echo", "instead of", *command])
 
-    monkeypatch.setattr(SubprocessHandler, "_popen", SubprocessHandler._popen)  # restored afterwards
+    with torch_compat.begin_ranks_with(begin):
+        assert run(Std.NONE) == ["a", "b", "echo", "instead", "of"]
+        assert run(Std.OUT) == []
     assert run(Std.NONE) == ["a", "b"]
-    torch_compat.begin_ranks_with(begin)
-    assert run(Std.NONE) == ["a", "b", "echo", "instead", "of"]
-    assert run(Std.OUT) == []
 
 
 def test_the_compilers_memory_budget() -> None:

@@ -34,7 +34,7 @@ from titanlite.parallel.tensor_parallel import (
     vocabulary_shard,
 )
 from titanlite.step_clock import StepClock
-from titanlite.torch_compat import async_tensor_parallel_options
+from titanlite.torch_compat import enable_async_tensor_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
         gather = partial(gather_for_loss, mesh=mesh.tp)
         head_fn_for_logits = gather_logits(mesh.tp)
         overlaps = parallelism.enable_async_tensor_parallel and mesh.tp.device_type == "cuda"
-        compile_forwards(net, compile, async_tensor_parallel_options(mesh.tp) if overlaps else None)
+        compile_forwards(net, compile, enable_async_tensor_parallel(mesh.tp) if overlaps else None)
         apply_activation_checkpoint(net, settings.activation_checkpoint, settings.attention.kept_ops)
     net, stages = apply_pipeline_parallel(net, parallelism, mesh)
     dtype, offload = settings.param_dtype, settings.cpu_offload

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
-_LAUNCHER_PID = "TITANLITE_LAUNCHER_PID"
-_RANK_PIPE = "TITANLITE_RANK_PIPE"
+LAUNCHER_PID = "TITANLITELAUNCHER_PID"
+_RANK_FD = "TITANLITE_RANK_FD"
 _TUNE_PID = "TITANLITE_TUNE_PID"
 NOTES = "TITANLITE_NOTES"
 MAX_CONNECTED = 256  # ranks that gloo connects with each other at the start
@@ -50,7 +51,7 @@ def is_under_torchrun() -> bool:
 
 def launcher_pid() -> int | None:
     """Process id of titanlite's launcher; None if another program started this process."""
-    pid = os.environ.get(_LAUNCHER_PID)
+    pid = os.environ.get(LAUNCHER_PID)
     return int(pid) if pid else None
 
 
@@ -173,25 +174,42 @@ def prepare_to_launch(num_ranks: int) -> None:
     # time a trace.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    os.environ[_LAUNCHER_PID] = str(os.getpid())
+    os.environ[LAUNCHER_PID] = str(os.getpid())
     if num_ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def waiting_environment(pipe: int) -> dict[str, str]:
-    """The environment of a process that reads the environment of its rank from the file descriptor `pipe`."""
-    return os.environ | {_RANK_PIPE: str(pipe)}
+def current_environment() -> dict[str, str]:
+    """All variables of this process."""
+    return dict(os.environ)
+
+
+def waiting_environment(read_fd: int) -> dict[str, str]:
+    """The environment of a process that waits for its rank, which `await_rank` reads from this file
+    descriptor."""
+    return os.environ | {_RANK_FD: str(read_fd)}
+
+
+def changed_variables(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """The variables in which two environments differ, as `await_rank` reads them."""
+    removed = [name for name in before if name not in after]
+    return json.dumps([{n: v for n, v in after.items() if before.get(n) != v}, removed])
+
+
+def waits_for_rank() -> bool:
+    """Whether this process waits for its rank: the launcher has started it early."""
+    return _RANK_FD in os.environ
 
 
 def await_rank() -> None:
-    """In a process of WaitingRanks: wait for the environment of this process's rank, and take it. Ends the
-    process if the launcher closes the pipe without one. Does nothing in any other process."""
-    pipe = os.environ.pop(_RANK_PIPE, None)
-    if pipe is None:
-        return
-    with open(int(pipe)) as file:
+    """Wait for the environment of this process's rank, and take it. Ends the process without a word if the
+    launcher does not need it: it has found a mistake, or has ended."""
+    with open(int(os.environ.pop(_RANK_FD))) as file:
         text = file.read()
-    if not text:
+    try:
+        changed, removed = json.loads(text)
+    except ValueError:  # nothing, or a part: the launcher was killed
         os._exit(0)
-    os.environ.clear()
-    os.environ.update(json.loads(text))
+    os.environ.update(changed)
+    for name in removed:
+        os.environ.pop(name, None)

@@ -11,6 +11,8 @@ import logging
 import secrets
 import signal
 import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -21,19 +23,18 @@ from titanlite.log import tell
 from titanlite.runtime import rendezvous
 from titanlite.runtime.agent import Agent, RanksFailed
 from titanlite.runtime.signals import handled_signals
-from titanlite.runtime.waiting_ranks import WaitingRanks
-from titanlite.torch_compat import begin_ranks_with
+from titanlite.runtime.waiting_ranks import rank_command
+from titanlite.torch_compat import Begin, begin_ranks_with
 
 
-def start_ranks(options: argparse.Namespace, ranks: WaitingRanks) -> int:
-    """Run the command of `ranks` on every rank of this node. Returns the exit code. `options`: of
-    launch_arguments."""
+def start_ranks(options: argparse.Namespace, words: Sequence[str], begin: Begin | None = None) -> int:
+    """Run the command `titanlite WORDS` on every rank of this node. Returns the exit code. `options`: of
+    launch_arguments. `begin`: see WaitingRanks. Call prepare_to_launch before."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # the agent reports a failure in one line instead
             logging.getLogger(name).setLevel(logging.CRITICAL)
     rendezvous.register(options.node_rank)
     setattr(launcher, "LocalElasticAgent", Agent)  # noqa: B010 -- launch_agent() has no parameter for it
-    begin_ranks_with(ranks.begin)
     run_id = secrets.token_hex(8) if options.max_nodes == 1 else options.rdzv_id or "titanlite"
     # torch would pass SIGHUP to the ranks even if nohup ignores it.
     handled = [number.name for number in (*handled_signals(), signal.SIGQUIT)]
@@ -47,10 +48,12 @@ def start_ranks(options: argparse.Namespace, ranks: WaitingRanks) -> int:
             f"--max-restarts={options.max_restarts}",
             f"--log-dir={folder}",
             f"--signals-to-handle={','.join(handled)}",
-            "-m", *ranks.module_and_words,
+            "--no-python",
+            *(word.replace("$", "$$") for word in rank_command(words)),  # torchrun replaces $variables
         ]  # fmt: skip
         try:
-            torchrun.run(torchrun.parse_args(arguments))
+            with begin_ranks_with(begin) if begin else nullcontext():
+                torchrun.run(torchrun.parse_args(arguments))
         except RanksFailed as failed:
             return failed.exit_code
         except rendezvous.NotReached as error:

@@ -29,8 +29,10 @@ from titanlite.runtime.environment import (
     is_under_torchrun,
     logs_progress,
     notes_folder,
+    num_local_ranks,
     set_library_defaults,
 )
+from titanlite.runtime.parent import die_with_launcher
 from titanlite.runtime.process_group import Comm, init_process_group
 from titanlite.runtime.training import BatchLayout, Training, choose_param_dtype
 from titanlite.step_clock import StepClock
@@ -200,7 +202,7 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
     set_up_logging(rank, verbose=logs_progress(rank))
     set_library_defaults()
     if is_under_torchrun():
-        process.die_with_launcher()
+        die_with_launcher()
     batch = BatchLayout.of(training, parallelism.degrees(size).data_parallel)
     device = process.pick_device()
     param_dtype = choose_param_dtype(training, device)
@@ -208,6 +210,7 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
     ours = (size > 1 or offload) and not dist.is_initialized()
     if ours:
         init_process_group(device, comm, rank, size)
+    parallelism.check_machine(device, num_local_ranks())
     mesh = build_mesh(parallelism, device.type, rank, size, always=offload)
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     clock = StepClock(device, hang.keep_position(notes_folder(), rank))

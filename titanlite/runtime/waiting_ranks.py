@@ -1,10 +1,8 @@
-"""Processes that become ranks. Each imports PyTorch and titanlite and then waits for the environment of its
-rank, while the launcher imports them, too, and checks the job. Started one after the other, both would take
-the seconds of these imports. Imports no torch."""
+"""Starts the ranks' processes early, so that they import PyTorch while the launcher imports it, too, and
+checks the job. Each then waits for the environment of its rank. Imports no torch."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,56 +10,84 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
+from typing import NamedTuple
 
-from titanlite.runtime.environment import prepare_to_launch, waiting_environment
+from titanlite.runtime.environment import changed_variables, current_environment, waiting_environment
 from titanlite.runtime.signals import SAVE, STOP
 
 
+class _Waiting(NamedTuple):
+    """A process, and the file descriptor to which its environment is written."""
+
+    process: subprocess.Popen
+    write_fd: int
+
+
+def rank_command(words: Sequence[str]) -> list[str]:
+    """The command of a rank that runs `titanlite WORDS`."""
+    return [sys.executable, "-u", "-m", "titanlite.cli", *words]
+
+
 class WaitingRanks:
-    """`count` processes of the command `titanlite WORDS`. As a context manager it ends those that have not
-    become ranks; they also end when this process does."""
+    """`count` processes of the command `titanlite WORDS`. The context manager starts them and ends those that
+    have not become ranks. Call prepare_to_launch before."""
 
     def __init__(self, words: Sequence[str], count: int):
-        self.module_and_words = ["titanlite.cli", *words]
-        self._command = (sys.executable, "-u", "-m", *self.module_and_words)  # as torchrun spells it
-        prepare_to_launch(count)
-        self._waiting = [_start(self._command) for _ in range(count)]
+        self._command, self._count = rank_command(words), count
+        self._waiting: list[_Waiting] = []
 
     def __enter__(self) -> WaitingRanks:
+        self._before = current_environment()
+        # Ranks inherit the mask and lift it when they have handlers.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP, *SAVE))
+        try:
+            for _ in range(self._count):
+                self._waiting.append(_start(self._command))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for process, pipe in self._waiting:
-            os.close(pipe)
+        self.close()
+
+    def close(self) -> None:
+        """End the processes that have not become ranks."""
+        for process, write_fd in self._waiting:
             process.kill()
-        for process, _ in self._waiting:
+            os.close(write_fd)
             process.wait()
         self._waiting = []
 
     def begin(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen | None:
         """Let one of the processes run as the rank with this environment. Returns None if none is left, as
-        after a restart, or if they have another command."""
-        if not self._waiting or tuple(command) != self._command:
+        after a restart. If the command is another one, it ends all of them."""
+        if list(command) != self._command:
+            self.close()
+        if not self._waiting:
             return None
-        process, pipe = self._waiting.pop(0)
-        with suppress(BrokenPipeError), open(pipe, "w") as file:  # its exit code tells that it has ended
-            json.dump(dict(environment), file)
+        process, write_fd = self._waiting.pop(0)
+        with suppress(BrokenPipeError), open(write_fd, "w") as file:  # the agent sees that it has ended
+            file.write(changed_variables(self._before, environment))
         return process
 
 
-def _start(command: Sequence[str]) -> tuple[subprocess.Popen, int]:
-    """A process and the file descriptor to which its environment is written."""
-    reads, writes = os.pipe()
-    # Ranks inherit the mask and lift it when they have handlers. A session of its own: the terminal's signals
-    # reach ranks through the launcher alone.
-    signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP, *SAVE))
+def _start(command: Sequence[str]) -> _Waiting:
+    read_fd, write_fd = os.pipe()
     try:
         process = subprocess.Popen(
-            command, env=waiting_environment(reads), pass_fds=[reads], start_new_session=True
+            command,
+            env=waiting_environment(read_fd),
+            pass_fds=[read_fd],
+            start_new_session=True,  # as torchrun: the terminal's signals reach ranks through the launcher
         )
+    except BaseException:
+        os.close(write_fd)
+        raise
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP, *SAVE))
-        os.close(reads)
-    return process, writes
+        os.close(read_fd)
+    return _Waiting(process, write_fd)

@@ -35,12 +35,11 @@ from titanlite.planning.step_time import LINK_SHARE
 from titanlite.planning.step_timer import seconds_of, time_steps
 from titanlite.report.terminal import table
 from titanlite.runtime.compile_cache import use_compile_cache
-from titanlite.runtime.environment import is_under_torchrun
+from titanlite.runtime.environment import is_under_torchrun, prepare_to_launch
 from titanlite.runtime.launcher import start_ranks
 from titanlite.runtime.link import block_collectives
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, runtime
-from titanlite.runtime.waiting_ranks import WaitingRanks
 from titanlite.tools.plan import decisive_keys, planned_run
 
 SHORT_S = 0.25  # planned seconds of a micro-batch, above which models with fewer blocks are measured
@@ -60,7 +59,8 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
     if ranks > 1 and not is_under_torchrun():
         launcher = launch_arguments([f"--nproc-per-node={ranks}", options.config])[0]
         words = [options.config, "--measure", f"--gpus-per-trial={ranks}", f"--output={output}", *overrides]
-        return start_ranks(launcher, WaitingRanks(["tune", *words], 0))
+        prepare_to_launch(ranks)
+        return start_ranks(launcher, ["tune", *words])
     try:
         gpus, one_rank = _num_gpus(job, ranks), _on_one_rank(job)
         with runtime(one_rank.training, one_rank.parallelism, job.comm) as rt:

@@ -1,4 +1,5 @@
-"""Processes that wait to become ranks: they run with the environment of their rank, and none is left over."""
+"""Processes that wait to become ranks: they run with the environment of their rank, say nothing before, and
+none is left over."""
 
 from __future__ import annotations
 
@@ -7,58 +8,98 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from titanlite.runtime import waiting_ranks
-from titanlite.runtime.waiting_ranks import WaitingRanks
+from titanlite.runtime.environment import LAUNCHER_PID
+from titanlite.runtime.waiting_ranks import SAVE, STOP, WaitingRanks, rank_command
 
+ROOT = Path(__file__).resolve().parents[3]
 # The layout is checked when the job is loaded, which is after the wait.
 WORDS = ["train", "debug", "--parallelism.tensor_parallel_degree=3"]
 COMPLAINT = "command line, --parallelism: 1 ranks are no multiple of tensor_parallel_degree 3"
-COMMAND = [sys.executable, "-u", "-m", "titanlite.cli", *WORDS]
+
+
+@pytest.fixture(autouse=True)
+def launcher_pid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LAUNCHER_PID, str(os.getpid()))
 
 
 def test_a_process_runs_as_the_rank_that_it_gets(capfd: pytest.CaptureFixture) -> None:
     with WaitingRanks(WORDS, 2) as ranks:
-        (first, _), (second, _) = ranks._waiting
-        assert ranks.begin([*COMMAND, "--seed=1"], os.environ) is None, "another command"
-        assert ranks.begin(COMMAND, os.environ | {"LOCAL_RANK": "1", "HOME": "/\udcff"}) is first
-        assert capfd.readouterr().err == "", "nothing is checked before"
+        first, second = (waiting.process for waiting in ranks._waiting)
+        environment = os.environ | {"LOCAL_RANK": "1", "LONG": "x" * 100_000, "OTHER": "\udcff"}
+        assert ranks.begin(rank_command(WORDS), environment) is first
         assert first.wait(60) == 2
-        assert f"titanlite: local rank 1: {COMPLAINT}" in capfd.readouterr().err
+        assert capfd.readouterr().err == f"titanlite: local rank 1: {COMPLAINT}\n"
         assert second.poll() is None, "it waits"
     assert second.returncode == -signal.SIGKILL
     assert capfd.readouterr().err == ""
-    assert ranks.begin(COMMAND, os.environ) is None, "no process is left"
+    assert ranks.begin(rank_command(WORDS), os.environ) is None, "no process is left"
 
 
-def test_the_environment_before_is_not_kept(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_variables_of_before_are_gone(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
     monkeypatch.setenv("LOCAL_RANK", "7")
     with WaitingRanks(WORDS, 1) as ranks:
         monkeypatch.delenv("LOCAL_RANK")
-        process = ranks.begin(COMMAND, os.environ)
+        process = ranks.begin(rank_command(WORDS), os.environ)
         assert process is not None
         assert process.wait(60) == 2
-    assert f"titanlite: {COMPLAINT}" in capfd.readouterr().err
+    assert capfd.readouterr().err == f"titanlite: {COMPLAINT}\n"
 
 
-def test_a_process_that_has_ended_before_its_rank_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_command_ends_them() -> None:
     with WaitingRanks(WORDS, 1) as ranks:
-        waiting, _ = ranks._waiting[0]
+        process = ranks._waiting[0].process
+        assert ranks.begin(rank_command([*WORDS, "--job.name=x"]), os.environ) is None
+        assert process.returncode == -signal.SIGKILL
+
+
+def test_a_process_that_has_ended_before_its_rank_begins() -> None:
+    with WaitingRanks(WORDS, 1) as ranks:
+        waiting = ranks._waiting[0].process
         waiting.kill()
         waiting.wait()
-        assert ranks.begin(COMMAND, os.environ) is waiting, "the agent reports how it ended"
+        assert ranks.begin(rank_command(WORDS), os.environ) is waiting, "the agent reports how it ended"
+
+
+def test_a_process_that_cannot_be_started_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started, mask = waiting_ranks._start, [], signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    def start_one(command: list[str]) -> waiting_ranks._Waiting:
+        if started:
+            raise OSError("no more processes")
+        started.append(start(command))
+        return started[0]
+
+    monkeypatch.setattr(waiting_ranks, "_start", start_one)
+    with pytest.raises(OSError, match="no more"), WaitingRanks(WORDS, 2):
+        pass
+    assert started[0].process.returncode == -signal.SIGKILL
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+
+
+def test_a_rank_has_its_own_session_and_no_signal_before_it_has_handlers() -> None:
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with WaitingRanks(WORDS, 1) as ranks:
+        pid = ranks._waiting[0].process.pid
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+        assert os.getsid(pid) == pid
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    blocked = int(status["SigBlk"], 16)
+    assert all(blocked >> (number - 1) & 1 for number in (*STOP, *SAVE))
 
 
 LAUNCHER = """
 import sys, time
+from titanlite.runtime.environment import prepare_to_launch
 from titanlite.runtime.waiting_ranks import WaitingRanks
+prepare_to_launch(2)
 with WaitingRanks(sys.argv[1:], 2) as ranks:
-    print(*[process.pid for process, _ in ranks._waiting], flush=True)
+    print(*[waiting.process.pid for waiting in ranks._waiting], flush=True)
     time.sleep(600)
 """
 
@@ -68,6 +109,7 @@ def test_they_end_with_the_launcher() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         pids = [int(word) for word in launcher.stdout.readline().split()]
+        time.sleep(0.5)  # until the kernel knows that they end with it
         assert all(is_running(pid) for pid in pids)
         launcher.kill()
     until = time.monotonic() + 60
@@ -83,14 +125,46 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_rank_gets_its_own_session_and_no_signal_before_it_has_handlers() -> None:
-    with WaitingRanks(WORDS, 1) as ranks:
-        process, _ = ranks._waiting[0]
-        assert os.getsid(process.pid) == process.pid
-        blocked = next(
-            int(line.split()[1], 16)
-            for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
-            if line.startswith("SigBlk")
-        )
-    assert all(blocked >> (number - 1) & 1 for number in (*waiting_ranks.STOP, *waiting_ranks.SAVE))
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {*waiting_ranks.STOP, *waiting_ranks.SAVE}
+def launch(folder: Path, ranks: int, environment: Mapping[str, str], send: int | None = None) -> tuple:
+    """Exit code and standard error of the launcher, and the processes of its run that are left. `send`: a
+    signal that it gets while it imports."""
+    words = [f"--nproc-per-node={ranks}", "debug", f"--job.dump_folder={folder}", "--training.steps=2"]
+    command = [sys.executable, "-m", "titanlite.cli", "launch", *words, "--lr_scheduler.warmup_steps=0"]
+    where = {"cwd": ROOT, "env": os.environ | environment}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **where) as launcher:
+        if send is not None:
+            time.sleep(1.0)
+            launcher.send_signal(send)
+        error = launcher.communicate()[1]
+    commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
+    left = [command for command in commands if os.fsencode(folder) in command]
+    return launcher.returncode, error, left
+
+
+def test_an_error_of_an_import_is_told_once(tmp_path: Path) -> None:
+    hook = "import sys\nclass Broken:\n    def find_spec(self, name, *args):\n"
+    hook += "        if name == 'titanlite.job':\n            raise ImportError('broken on purpose')\n"
+    (tmp_path / "sitecustomize.py").write_text(f"{hook}sys.meta_path.insert(0, Broken())\n")
+    code, error, left = launch(tmp_path / "run", 2, {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert code == 1
+    assert error.count("ImportError: broken") == 1 == error.count("Traceback")
+    assert not left
+
+
+def test_a_signal_while_the_launcher_imports(tmp_path: Path) -> None:
+    code, error, left = launch(tmp_path / "run", 2, {}, signal.SIGTERM)
+    assert (code, error) == (75, "titanlite: stopped by SIGTERM before the first step; nothing is lost\n")
+    assert not left
+
+
+def test_words_reach_the_ranks_as_they_are(tmp_path: Path) -> None:
+    folder = tmp_path / "a $$ ${local_rank} $x"  # torchrun replaces such words
+    code, error, _ = launch(folder, 2, {})
+    assert code == 0, error
+    assert (folder / "job.toml").exists()
+
+
+def test_one_process_in_a_container_that_torchrun_has_started(tmp_path: Path) -> None:
+    under = {"TORCHELASTIC_RUN_ID": "outer", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    code, error, _ = launch(tmp_path / "run", 1, under)
+    assert code == 0, error
