@@ -86,10 +86,10 @@ class Parallelism:
     """Number of ranks over which each layer's weights are sharded. Between the layers, tokens are sharded
     over the same ranks (sequence parallel)."""
     enable_async_tensor_parallel: bool = False
-    """Let the compiler split the matrix products next to tensor parallel's collectives into pieces, so that
-    one piece is sent while the next one is computed. For GPUs of one machine that NVLink connects, and with
-    compile.enable. Sums have another order, so that losses differ in their last digits. No effect without
-    tensor parallel and on a CPU."""
+    """Let the compiler split the matrix products next to tensor parallel's collectives into chunks, so that
+    one chunk is sent while the next one is computed. Needs compile.enable with the inductor backend, and each
+    tensor-parallel group on one machine, whose GPUs NVLink should connect. Sums are computed in another
+    order, so losses differ in their last digits. No effect without tensor parallel or on a CPU."""
     pipeline_parallel_degree: int = 1
     """Number of groups of ranks over which the blocks are partitioned into pipeline stages. The micro-batches
     of the pipeline are the gradient accumulation steps that follow from global_batch_size."""

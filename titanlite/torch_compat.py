@@ -403,7 +403,7 @@ def compile_update(function: Callable[..., None], dynamic: bool | None = None) -
 
 def enable_async_tensor_parallel(mesh: DeviceMesh) -> dict[str, Any]:
     """Options of torch.compile with which inductor splits a matrix product after an all-gather over `mesh`,
-    or before a reduce-scatter, into pieces that are exchanged through symmetric memory. Call this before the
+    or before a reduce-scatter, into chunks that are exchanged through symmetric memory. Call this before the
     first compilation: it enables symmetric memory for the ranks of `mesh`, for which the compiler looks,
     although torch says that this is not needed any more."""
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-LAUNCHER_PID = "TITANLITELAUNCHER_PID"
+LAUNCHER_PID = "TITANLITE_LAUNCHER_PID"
 _RANK_FD = "TITANLITE_RANK_FD"
 _TUNE_PID = "TITANLITE_TUNE_PID"
 NOTES = "TITANLITE_NOTES"

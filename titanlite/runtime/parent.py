@@ -1,4 +1,4 @@
-"""Ends this process with the one that started it. Imports no torch."""
+"""Ends this process when the process that started it ends. Imports no torch."""
 
 from __future__ import annotations
 

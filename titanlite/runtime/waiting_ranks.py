@@ -1,5 +1,5 @@
-"""Starts the ranks' processes early, so that they import PyTorch while the launcher imports it, too, and
-checks the job. Each then waits for the environment of its rank. Imports no torch."""
+"""Starts the ranks' processes early, so that they import PyTorch while the launcher imports it and checks
+the job. Each then waits for the environment of its rank. Imports no torch."""
 
 from __future__ import annotations
 
