@@ -312,8 +312,9 @@ class _Step:
     @property
     def _keeps_float8(self) -> bool:
         """Whether compiled blocks keep 8-bit copies of the weights for the backward, whether or not FSDP
-        frees its gathered ones: found from llama3_8b_float8_h200x2_b1_torchtitan.json and ..._h200x4_b2_..., where FSDP frees
-        them, and ..._h200x4_default_..., where it keeps them and the allocated peak is 7.3 GiB higher."""
+        frees its gathered ones: found from llama3_8b_float8_h200x2_b1_torchtitan.json and ..._h200x4_b2_...,
+        where FSDP frees them, and ..._h200x4_default_..., where it keeps them and the allocated peak is
+        7.3 GiB higher."""
         return self.run.float8.gathers_float8
 
     def _held_always(self) -> float:
