@@ -1,5 +1,5 @@
-"""Float8 with FSDP2: gathering weights in 8 bits changes no number, runs resume bit-identically, and a
-resumed run may switch float8 on or off."""
+"""Float8 with FSDP2 and tensor parallel: gathering in 8 bits changes no number, runs resume bit-identically,
+and a resumed run may switch float8 on or off."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torchao.float8 import float8_ops
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-from tests.support.gradients import build, uneven_sequences
+from tests.support.gradients import build, gradients, uneven_sequences
 from tests.support.jobs import make_job
 from tests.support.runs import history, run_in_hops, weights_sha
+from titanlite.parallel import tensor_parallel
 from titanlite.train import train
 
 FLOAT8 = ("--float8.enable", "--float8.emulate")
@@ -47,6 +50,44 @@ def test_gathering_in_8_bits_changes_no_number(run_on) -> None:
     assert any(not torch.equal(reference[name], plain[name]) for name in plain), "float8 is not in use"
     for actual in others:
         assert all(torch.equal(actual[name], reference[name]) for name in reference)
+
+
+def send_bytes(sent: list[torch.dtype]) -> None:
+    """Let tensor parallel send float8 over gloo, as bytes. The dtypes that are gathered go into `sent`."""
+
+    def gather(operator: Any, args: Any, kwargs: Any) -> Float8TrainingTensor:
+        sent.append(args[0]._data.dtype)
+        gathered = operator(args[0]._data.contiguous().view(torch.uint8), *args[1:], **(kwargs or {}))
+        return with_data(args[0], gathered.view(args[0]._data.dtype))
+
+    def wait(operator: Any, args: Any, kwargs: Any) -> Float8TrainingTensor:
+        return with_data(args[0], operator(args[0]._data, **(kwargs or {})))
+
+    def with_data(like: Float8TrainingTensor, data: torch.Tensor) -> Float8TrainingTensor:
+        names = ("_scale", "_orig_dtype", "_linear_mm_config", "_gemm_input_role")
+        return Float8TrainingTensor(data, *(getattr(like, name) for name in names))
+
+    tensor_parallel.can_send_float8 = lambda mesh: True  # type: ignore[assignment]
+    operators = torch.ops._c10d_functional
+    float8_ops.FLOAT8_OPS_TABLE[operators.all_gather_into_tensor.default] = gather
+    float8_ops.FLOAT8_OPS_TABLE[operators.wait_tensor.default] = wait
+
+
+def tensor_parallel_gradients_on_rank(sends: bool) -> tuple[dict[str, torch.Tensor], set[torch.dtype]]:
+    sent = list[torch.dtype]()
+    if sends:
+        send_bytes(sent)
+    layout = {"float8": "tensorwise", "tp": 2, "tied": False, "shape": {"n_kv_heads": 4}}
+    return gradients(2, torch.distributed.get_rank(), 1, **layout), set(sent)
+
+
+def test_tensor_parallel_that_sends_8_bits_changes_no_number(run_on) -> None:
+    (reference, none), (actual, sent) = (
+        run_on(2, tensor_parallel_gradients_on_rank, sends)[0] for sends in (False, True)
+    )
+    assert none == set()
+    assert sent == {torch.float8_e4m3fn, torch.float8_e5m2}, "inputs and gradients are sent in float8"
+    assert all(torch.equal(actual[name], reference[name]) for name in reference)
 
 
 def train_on_ranks(folder: str, corpus: str, hops: list[tuple[int, tuple[str, ...]]], name: str) -> None:

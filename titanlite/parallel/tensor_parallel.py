@@ -48,8 +48,8 @@ def apply_tensor_parallel(net: Decoder, mesh: DeviceMesh, float8: Float8) -> Non
     """Shard the layers that `net.tp_plan` names, in place. Call it after float8 and before all other
     transforms. Raises ConfigError for a pattern that matches no module, and for a parameter that no pattern
     matches."""
-    if mesh.device_type != "cuda":
-        float8 = Float8()  # gloo cannot send float8: layers cast their inputs after the collective
+    if not can_send_float8(mesh):
+        float8 = Float8()  # layers cast their inputs after the collective
     styles: dict[str, Callable[[nn.Module], ParallelStyle]] = {
         "embedding": lambda _: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(TOKENS)),
         "sequence": lambda _: SequenceParallel(sequence_dim=TOKENS),
@@ -87,6 +87,11 @@ def apply_tensor_parallel(net: Decoder, mesh: DeviceMesh, float8: Float8) -> Non
         raise ConfigError(f"tp_plan: no pattern matches {missing[0].rpartition('.')[0]!r}", "model.name")
     for name in frozen:
         net.get_parameter(name).requires_grad_(False)
+
+
+def can_send_float8(mesh: DeviceMesh) -> bool:
+    """Whether collectives over `mesh` take float8 tensors: gloo's do not."""
+    return mesh.device_type == "cuda"
 
 
 def vocabulary_shard(vocab_size: int, mesh: DeviceMesh) -> VocabularyShard:
