@@ -61,6 +61,8 @@ def main() -> None:
             for name, command, environment in commands(options, overrides, Path(folder)):
                 starts.append({"start": name, "round": round_, **timed(command, environment)})
                 print(json.dumps(starts[-1]), flush=True)
+            ran_on = json.loads(Path(folder, "second/env.json").read_text())
+            del ran_on["command"], ran_on["platform"]  # they name this machine's folders and kernel
     medians = {
         name: {
             moment: round(statistics.median(s[moment] for s in starts if s["start"] == name), 2)
@@ -74,6 +76,7 @@ def main() -> None:
         "overrides": overrides,
         "peer_options": options.peer,
         "ngpu": options.ngpu,
+        "env": ran_on,
         "medians": medians,
         "starts": starts,
     }
