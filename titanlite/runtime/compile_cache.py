@@ -58,7 +58,9 @@ def use_compile_cache(cache_dir: str, device: torch.device, run_folder: Path) ->
 def _tag_with_operators() -> None:
     """Let torch's compiler read only code that was compiled with these definitions of custom operators."""
     package, config = Path(titanlite.__file__).parent, torch.compiler.config
-    digest = hashlib.sha256(b"".join((package / module).read_bytes() for module in OPERATORS)).hexdigest()
+    sources = [package / module for module in OPERATORS]
+    files = [file if file.exists() else file.with_suffix(".pyc") for file in sources]  # without sources
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     if not config.cache_key_tag.endswith(digest):  # the user may have set one
         config.cache_key_tag += f" {digest}"
 

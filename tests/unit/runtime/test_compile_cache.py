@@ -66,6 +66,12 @@ def test_code_is_compiled_again_for_other_custom_operators(
     assert all(tag.startswith("mine ") for tag in tags)
     assert tags[0] == tags[1]
     assert len(set(tags)) == 1 + len(OPERATORS)
+    for module in OPERATORS:  # an installation of compiled modules alone
+        source = tmp_path / "package" / module
+        source.rename(source.with_suffix(".pyc"))
+    torch.compiler.config.cache_key_tag = "mine"
+    use_compile_cache("", CPU, tmp_path / "run")
+    assert torch.compiler.config.cache_key_tag == tags[-1]
 
 
 @pytest.mark.full
