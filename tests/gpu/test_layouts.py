@@ -87,8 +87,8 @@ def test_tensor_parallel_composes(tmp_path: Path, corpus: Path, extra: list[str]
     fast = [*LARGE, "--compile.enable", *extra]
     one = run(tmp_path, corpus, *fast, name="one")
     two = run(tmp_path, corpus, *fast, TP, ngpu=2, name="two")
-    # With one scale per tensor, a shard has another scale than the whole weight: its gradients differ from
-    # those of one GPU by about as much as those of float8 from those of bf16, and losses soon do, too.
+    # With one scale per tensor, a shard has another scale than the whole weight: on a CPU its
+    # gradients differ from those of one process by about as much as those of float8 from those of fp32.
     num_steps = 2 if FLOAT8[1] + "tensorwise" in extra else 8
     for key, rel in (("train/loss", 5e-3), ("train/grad_norm", 5e-2)):
         assert column(two, key)[:num_steps] == pytest.approx(column(one, key)[:num_steps], rel=rel)
@@ -113,7 +113,7 @@ def operators_of_compiled_code(folder: Path) -> set[str]:
 def test_tensor_parallel_is_asynchronous(
     tmp_path: Path, corpus: Path, extra: list[str], product: str
 ) -> None:
-    """Its collectives are one with the products beside them, and it trains like synchronous tensor
+    """Its collectives are fused with the matrix products beside them, and it trains like synchronous tensor
     parallel."""
     runs = {}
     for name, overlaps in (("waits", "false"), ("overlaps", "true")):

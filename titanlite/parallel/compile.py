@@ -94,7 +94,7 @@ def apply_compile(net: Decoder, config: Compile, experts_apart: bool = False) ->
 
 def compile_forwards(net: Decoder, config: Compile, options: dict[str, Any] | None = None) -> None:
     """Compile only the forwards of the blocks, for tensor parallel. Call it before activation checkpointing,
-    which then repeats compiled forwards. `options`: of torch.compile, for what has collectives."""
+    which then repeats compiled forwards. `options`: of torch.compile, for functions with collectives."""
     if config.enable:
         allow_many_graphs()
         for block in net.blocks().values():
@@ -114,7 +114,7 @@ def _compile_pieces(
     block: Any, layers: list[MoE], config: Compile, options: dict[str, Any] | None = None
 ) -> None:
     """Compile what a block does before its experts, the router, shared experts and the products of the
-    experts. `options`: of torch.compile, for what has collectives."""
+    experts. `options`: of torch.compile, for functions with collectives."""
     block.attend = _compiled(block.attend, config, options)
     for layer in layers:
         for module in layer.children():

@@ -205,12 +205,12 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
         die_with_launcher()
     batch = BatchLayout.of(training, parallelism.degrees(size).data_parallel)
     device = process.pick_device()
+    parallelism.check_machine(device, num_local_ranks())
     param_dtype = choose_param_dtype(training, device)
     offload = training.enable_cpu_offload  # FSDP does it, so even one process needs a process group
     ours = (size > 1 or offload) and not dist.is_initialized()
     if ours:
         init_process_group(device, comm, rank, size)
-    parallelism.check_machine(device, num_local_ranks())
     mesh = build_mesh(parallelism, device.type, rank, size, always=offload)
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     clock = StepClock(device, hang.keep_position(notes_folder(), rank))
