@@ -8,6 +8,7 @@ the name or its behaviour changes. Tested with torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -206,7 +207,8 @@ def _fsdp_groups(module: torch.nn.Module) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-Begin = Callable[[Sequence[str], Mapping[str, str]], Popen[Any] | None]
+# Any: a process with Popen's pid, poll and wait.
+Begin = Callable[[Sequence[str], Mapping[str, str]], Any]
 
 
 @contextmanager
@@ -281,15 +283,22 @@ def fused_adamw(
     )
 
 
+_INNER = dict[type, str]()  # wrapper subclasses, and the attribute that has the tensor
+
+
 def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor inside a wrapper subclass, such as torchao's class of weights that FSDP gathers in float8.
-    Other tensors are returned unchanged. Shares memory with `tensor`; a DTensor stays a DTensor."""
+    Other tensors are returned unchanged. Shares memory with `tensor`; a DTensor stays a DTensor. Waits for
+    the device at most at the first tensor of a class."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not is_traceable_wrapper_subclass(local):
         return tensor
-    inner = getattr(local, local.__tensor_flatten__()[0][0])
+    kind = type(local)
+    if kind not in _INNER:  # torchao's __tensor_flatten__ reads a scale, for which the host waits
+        _INNER[kind] = local.__tensor_flatten__()[0][0]
+    inner = getattr(local, _INNER[kind])
     return dtensor_like(inner, tensor) if isinstance(tensor, DTensor) else inner
 
 
@@ -348,6 +357,13 @@ def file_view(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
 
 
 # ---- compiler
+
+
+def import_compiler(with_inductor: bool) -> None:
+    """Import what torch imports when a model is first built or compiled, which takes seconds."""
+    importlib.import_module("torch._dynamo")
+    if with_inductor:
+        importlib.import_module("torch._inductor.compile_fx")
 
 
 class Compilation(NamedTuple):
@@ -412,6 +428,35 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> dict[str, Any]:
         warnings.simplefilter("ignore", FutureWarning)
         enable_symm_mem_for_group(mesh.get_group().group_name)
     return {"_micro_pipeline_tp": True}
+
+
+def recompute_float8_copies() -> dict[str, Any]:
+    """Options of torch.compile with which inductor makes transposed copies of 8-bit weights in the backward.
+    Only the backward needs them, but by default the forward makes them and keeps them until then."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    class RecomputeCopies(CustomGraphPass):
+        """Marks what is computed from 8-bit inputs of a graph alone, which are weights, as activation
+        checkpointing marks what is to be recomputed."""
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            from_weights = set[torch.fx.Node]()
+            for node in graph.nodes:
+                value = node.meta.get("val")
+                if not isinstance(value, torch.Tensor) or value.dtype != torch.float8_e4m3fn:
+                    continue
+                if node.op == "placeholder":
+                    from_weights.add(node)
+                elif node.all_input_nodes and from_weights.issuperset(node.all_input_nodes):
+                    from_weights.add(node)
+                    node.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
+                    node.meta.setdefault("ac_graph_id", 0)
+
+        def uuid(self) -> str:  # the folder of compiled code has titanlite's version in its name
+            return "titanlite: recompute copies of 8-bit weights"
+
+    return {"joint_custom_post_pass": RecomputeCopies()}
 
 
 def loss_compile_options(backend: str) -> dict[str, Any] | None:

@@ -107,13 +107,25 @@ def test_norms_of_many_tensors() -> None:
     assert math.isinf(largest[2])
 
 
-def test_the_tensor_inside_a_wrapper_is_found() -> None:
-    subclass = pytest.importorskip("torchao.float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
-    inner = torch.ones(2, 2)
+def test_the_tensor_inside_a_wrapper_is_found_without_waiting_for_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from torchao.float8.float8_training_tensor import LinearMMConfig
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-    wrapped = subclass(inner, LinearMMConfig(), torch.float8_e4m3fn)
-    assert torch_compat.plain_tensor(wrapped) is inner
+    read = list[torch.Tensor]()
+
+    class Scale(torch.Tensor):
+        def __bool__(self) -> bool:
+            read.append(self)
+            return True
+
+    scale, inner = torch.ones(()).as_subclass(Scale), torch.ones(2, 2)
+    wrapped = WeightWithDynamicFloat8CastTensor(inner, LinearMMConfig(), torch.float8_e4m3fn, scale)
+    monkeypatch.setattr(torch_compat, "_INNER", {})
+    for _ in range(3):
+        assert torch_compat.plain_tensor(wrapped) is inner
+        assert len(read) == 1, "only for the first tensor of the class"
     assert torch_compat.plain_tensor(inner) is inner
 
 
@@ -197,6 +209,51 @@ def test_the_option_of_the_compiled_loss_exists() -> None:
     options = torch_compat.loss_compile_options("inductor")
     assert options is not None
     assert options.keys() <= set(torch._inductor.list_options())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_copies_of_8_bit_weights_are_made_in_the_backward(device: str) -> None:
+    from torchao.float8 import convert_to_float8_training
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import GemmInputRole
+
+    layers = convert_to_float8_training(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2))))
+    weights = [
+        hp_tensor_to_float8_dynamic(
+            layer.weight.detach().to(device, torch.bfloat16),
+            torch.float8_e4m3fn,
+            layer.linear_mm_config,
+            gemm_input_role=GemmInputRole.WEIGHT,
+        ).requires_grad_()
+        for layer in layers
+    ]
+    own = {weight._data.untyped_storage().data_ptr() for weight in weights}
+    x = torch.randn(32, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+
+    def forward(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        for layer, weight in zip(layers, weights):
+            args = x, weight.t(), layer.linear_mm_config, layer.config
+            x = nn.functional.silu(matmul_with_hp_or_float8_args.apply(*args))
+        return x
+
+    def run(options: dict[str, Any] | None) -> tuple[set[int], list[torch.Tensor]]:
+        """The storages of 8-bit weights that the forward keeps, and the gradients."""
+        torch._dynamo.reset()
+        y = torch.compile(forward, fullgraph=True, options=options)(x, *weights)
+        saved: Any = y.grad_fn.saved_tensors
+        kept = {
+            t.untyped_storage().data_ptr()
+            for t in saved
+            if t.shape == (64, 64) and t.dtype == torch.float8_e4m3fn
+        }
+        return kept, list(torch.autograd.grad(y.sum(), [x, *weights]))
+
+    copies, expected = run(None)
+    kept, actual = run(torch_compat.recompute_float8_copies())
+    assert len(copies) == 2 and not copies & own
+    assert kept == own
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected))
 
 
 def test_the_options_of_a_compiled_update_exist() -> None:
