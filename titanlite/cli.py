@@ -25,7 +25,6 @@ from titanlite.config.component import ConfigError
 from titanlite.files import REFUSALS
 from titanlite.log import printable, tell
 from titanlite.runtime import environment
-from titanlite.runtime.parent import die_with_launcher
 from titanlite.runtime.signals import Stopped, stop_requests
 
 ROOM = "; make room there (df -h, df -i), or name a folder on another disk"
@@ -115,11 +114,6 @@ def _dispatch(argv: Sequence[str]) -> int:
     trains = name in ("train", "launch")
     if name == "launch" and sys.stderr.isatty():
         tell("starting (importing PyTorch takes some seconds)")
-    if environment.waits_for_rank():
-        die_with_launcher()
-        with suppress(Exception):  # the launcher has the same error, or this rank raises it again below
-            importlib.import_module(verb.module)
-        environment.await_rank()
     # From here on a signal requests a stop. train() opens stop_requests() again, to read the requests.
     with stop_requests() if trains else nullcontext():
         return _main_of(verb.module, words)

@@ -492,7 +492,12 @@ def _with_all_heads(count: Callable[..., int], *shapes: Sequence[int]) -> int:
     return count(*((shape[0], heads, *shape[2:]) for shape in shapes))
 
 
-# ---- CUDA memory
+# ---- CUDA
+
+
+def is_copy_without_cuda() -> bool:
+    """Whether this process was forked from one that had used CUDA, and so cannot use it."""
+    return torch.cuda._is_in_bad_fork()
 
 
 def record_memory_history(max_entries: int | None) -> None:

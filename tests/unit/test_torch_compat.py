@@ -6,6 +6,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import subprocess
+import sys
 import time
 from collections import Counter
 from datetime import timedelta
@@ -251,7 +253,8 @@ def test_copies_of_8_bit_weights_are_made_in_the_backward(device: str) -> None:
 
     copies, expected = run(None)
     kept, actual = run(torch_compat.recompute_float8_copies())
-    assert len(copies) == 2 and not copies & own
+    assert len(copies) == 2
+    assert not copies & own
     assert kept == own
     assert all(torch.equal(a, b) for a, b in zip(actual, expected))
 
@@ -601,6 +604,15 @@ def test_float8_layers_of_torchao() -> None:
     torch.testing.assert_close(cast.to_original_precision(), values, rtol=0.07, atol=0.01)
     style = torch_compat.float8_rowwise_parallel()
     assert issubclass(style, torch.distributed.tensor.parallel.RowwiseParallel)
+
+
+@pytest.mark.parametrize("uses", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_a_copy_of_a_process_that_has_used_cuda_cannot_use_it(uses: bool) -> None:
+    code = "import os, torch\nfrom titanlite.torch_compat import is_copy_without_cuda\n"
+    code += "torch.cuda.init()\n" * uses
+    code += "pid = os.fork()\nif not pid: os._exit(is_copy_without_cuda())\n"
+    code += "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == uses
 
 
 @pytest.mark.gpu

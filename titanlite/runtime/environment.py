@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 LAUNCHER_PID = "TITANLITE_LAUNCHER_PID"
-_RANK_FD = "TITANLITE_RANK_FD"
 _TUNE_PID = "TITANLITE_TUNE_PID"
 NOTES = "TITANLITE_NOTES"
 MAX_CONNECTED = 256  # ranks that gloo connects with each other at the start
@@ -174,6 +173,8 @@ def prepare_to_launch(num_ranks: int) -> None:
     # time a trace.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    # Importing the compiler asks for GPUs. With NVML's answer, the launcher's copies can use CUDA.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ[LAUNCHER_PID] = str(os.getpid())
     if num_ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -184,27 +185,16 @@ def current_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def waiting_environment(read_fd: int) -> dict[str, str]:
-    """The environment of a process that waits for its rank, which `await_rank` reads from this file
-    descriptor."""
-    return os.environ | {_RANK_FD: str(read_fd)}
-
-
 def changed_variables(before: Mapping[str, str], after: Mapping[str, str]) -> str:
     """The variables in which two environments differ, as `await_rank` reads them."""
     removed = [name for name in before if name not in after]
     return json.dumps([{n: v for n, v in after.items() if before.get(n) != v}, removed])
 
 
-def waits_for_rank() -> bool:
-    """Whether this process waits for its rank: the launcher has started it early."""
-    return _RANK_FD in os.environ
-
-
-def await_rank() -> None:
-    """Wait for the environment of this process's rank, and take it. Ends the process without a word if the
-    launcher does not need it: it has found a mistake, or has ended."""
-    with open(int(os.environ.pop(_RANK_FD))) as file:
+def await_rank(read_fd: int) -> None:
+    """Wait for the environment of this process's rank, which the launcher writes to a pipe, and take it. Ends
+    the process without a word if the launcher does not need it: it has found a mistake, or has ended."""
+    with open(read_fd) as file:
         text = file.read()
     try:
         changed, removed = json.loads(text)

@@ -1,5 +1,5 @@
-"""Starts the ranks' processes early, so that they import PyTorch while the launcher imports it and checks
-the job. Each then waits for the environment of its rank. Imports no torch."""
+"""Starts the ranks' processes as copies of the launcher, which has imported PyTorch. Each waits for the
+environment of its rank while the launcher checks the job."""
 
 from __future__ import annotations
 
@@ -7,19 +7,62 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
-from titanlite.runtime.environment import changed_variables, current_environment, waiting_environment
-from titanlite.runtime.signals import SAVE, STOP
+from titanlite import cli
+from titanlite.runtime.environment import await_rank, changed_variables, current_environment
+from titanlite.runtime.parent import die_with_launcher
+from titanlite.runtime.signals import SAVE, STOP, handled_signals
+from titanlite.torch_compat import is_copy_without_cuda
+
+POLL_S = 0.01
+
+
+class RankProcess:
+    """A copy of this process, with the methods of subprocess.Popen that torchrun's agent uses."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self.returncode: int | None = None
+        """Exit code, or the negative number of the signal that ended it; None: it has not been seen to
+        end."""
+
+    def poll(self) -> int | None:
+        """`returncode`, after a look at the process."""
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # SIGCHLD is ignored: the code is lost, as for subprocess.Popen
+                self.returncode = 0
+            else:
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        began = time.monotonic()
+        while (code := self.poll()) is None:
+            if timeout is not None and time.monotonic() - began > timeout:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(POLL_S)
+        return code
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless the process has been seen to end."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
 
 class _Waiting(NamedTuple):
     """A process, and the file descriptor to which its environment is written."""
 
-    process: subprocess.Popen
+    process: RankProcess
     write_fd: int
 
 
@@ -28,12 +71,19 @@ def rank_command(words: Sequence[str]) -> list[str]:
     return [sys.executable, "-u", "-m", "titanlite.cli", *words]
 
 
+def can_copy() -> bool:
+    """Whether a copy of this process works: on Linux, and without other threads, which a copy would not
+    have."""
+    return sys.platform == "linux" and threading.active_count() == 1
+
+
 class WaitingRanks:
-    """`count` processes of the command `titanlite WORDS`. The context manager starts them and ends those that
-    have not become ranks. Call prepare_to_launch before."""
+    """`count` processes that run `titanlite WORDS`; none if this process cannot be copied. The context
+    manager starts them and ends those that have not become ranks. Call prepare_to_launch before, and before
+    that import what they need."""
 
     def __init__(self, words: Sequence[str], count: int):
-        self._command, self._count = rank_command(words), count
+        self._words, self._count = list(words), count
         self._waiting: list[_Waiting] = []
 
     def __enter__(self) -> WaitingRanks:
@@ -41,8 +91,8 @@ class WaitingRanks:
         # Ranks inherit the mask and lift it when they have handlers.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP, *SAVE))
         try:
-            for _ in range(self._count):
-                self._waiting.append(_start(self._command))
+            for _ in range(self._count if can_copy() else 0):
+                self._waiting.append(self._start())
         except BaseException:
             self.close()
             raise
@@ -63,10 +113,10 @@ class WaitingRanks:
             process.wait()
         self._waiting = []
 
-    def begin(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen | None:
+    def begin(self, command: Sequence[str], environment: Mapping[str, str]) -> RankProcess | None:
         """Let one of the processes run as the rank with this environment. Returns None if none is left, as
         after a restart. If the command is another one, it ends all of them."""
-        if list(command) != self._command:
+        if list(command) != rank_command(self._words):
             self.close()
         if not self._waiting:
             return None
@@ -75,19 +125,40 @@ class WaitingRanks:
             file.write(changed_variables(self._before, environment))
         return process
 
-
-def _start(command: Sequence[str]) -> _Waiting:
-    read_fd, write_fd = os.pipe()
-    try:
-        process = subprocess.Popen(
-            command,
-            env=waiting_environment(read_fd),
-            pass_fds=[read_fd],
-            start_new_session=True,  # as torchrun: the terminal's signals reach ranks through the launcher
-        )
-    except BaseException:
-        os.close(write_fd)
-        raise
-    finally:
+    def _start(self) -> _Waiting:
+        read_fd, write_fd = os.pipe()
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            pid = os.fork()
+        except BaseException:
+            os.close(read_fd)
+            os.close(write_fd)
+            raise
+        if pid == 0:
+            self._run_rank(read_fd, write_fd)
         os.close(read_fd)
-    return _Waiting(process, write_fd)
+        return _Waiting(RankProcess(pid), write_fd)
+
+    def _run_rank(self, read_fd: int, write_fd: int) -> NoReturn:
+        """In the copy: wait for the environment, and run the command. Never returns, so that nothing of the
+        launcher runs in the copy."""
+        code = 1
+        try:
+            os.setsid()  # as torchrun: the terminal's signals reach ranks through the launcher
+            die_with_launcher()
+            for number in handled_signals():  # instead of the launcher's handlers
+                is_interrupt = number == signal.SIGINT
+                signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+            for fd in (write_fd, *(waiting.write_fd for waiting in self._waiting)):
+                os.close(fd)  # otherwise, the copy made before would wait for this one, too
+            sys.argv[1:] = self._words
+            await_rank(read_fd)
+            if is_copy_without_cuda():  # something that was imported has used CUDA
+                os.execv(sys.executable, rank_command(self._words))
+            code = cli.main()
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)

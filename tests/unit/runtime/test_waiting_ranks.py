@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from titanlite.runtime import waiting_ranks
 from titanlite.runtime.environment import LAUNCHER_PID
+from titanlite.runtime.signals import Stopped
 from titanlite.runtime.waiting_ranks import SAVE, STOP, WaitingRanks, rank_command
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,8 +26,10 @@ COMPLAINT = "command line, --parallelism: 1 ranks are no multiple of tensor_para
 
 
 @pytest.fixture(autouse=True)
-def launcher_pid(monkeypatch: pytest.MonkeyPatch) -> None:
+def launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the launcher. It has a thread of the tests, which a copy does not need."""
     monkeypatch.setenv(LAUNCHER_PID, str(os.getpid()))
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
 
 
 def test_a_process_runs_as_the_rank_that_it_gets(capfd: pytest.CaptureFixture) -> None:
@@ -51,6 +55,28 @@ def test_variables_of_before_are_gone(monkeypatch: pytest.MonkeyPatch, capfd: py
     assert capfd.readouterr().err == f"titanlite: {COMPLAINT}\n"
 
 
+def test_a_process_with_threads_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    with WaitingRanks(WORDS, 1) as ranks:
+        assert ranks._waiting
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    with WaitingRanks(WORDS, 1) as ranks:
+        assert ranks.begin(rank_command(WORDS), os.environ) is None
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_copy_that_has_lost_cuda_starts_anew(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, lost: bool
+) -> None:
+    monkeypatch.setattr(waiting_ranks, "is_copy_without_cuda", lambda: lost)
+    monkeypatch.setattr(os, "execv", lambda path, words: print(path, *words, file=sys.stderr, flush=True))
+    with WaitingRanks(WORDS, 1) as ranks:
+        process = ranks.begin(rank_command(WORDS), os.environ)
+        assert process is not None
+        assert process.wait(60) == 2
+    command = " ".join([sys.executable, *rank_command(WORDS)])
+    assert capfd.readouterr().err == (f"{command}\n" if lost else "") + f"titanlite: {COMPLAINT}\n"
+
+
 def test_another_command_ends_them() -> None:
     with WaitingRanks(WORDS, 1) as ranks:
         process = ranks._waiting[0].process
@@ -67,15 +93,15 @@ def test_a_process_that_has_ended_before_its_rank_begins() -> None:
 
 
 def test_a_process_that_cannot_be_started_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, started, mask = waiting_ranks._start, [], signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    start, started, mask = WaitingRanks._start, [], signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
-    def start_one(command: list[str]) -> waiting_ranks._Waiting:
+    def start_one(self: WaitingRanks) -> waiting_ranks._Waiting:
         if started:
             raise OSError("no more processes")
-        started.append(start(command))
+        started.append(start(self))
         return started[0]
 
-    monkeypatch.setattr(waiting_ranks, "_start", start_one)
+    monkeypatch.setattr(WaitingRanks, "_start", start_one)
     with pytest.raises(OSError, match="no more"), WaitingRanks(WORDS, 2):
         pass
     assert started[0].process.returncode == -signal.SIGKILL
@@ -87,10 +113,17 @@ def test_a_rank_has_its_own_session_and_no_signal_before_it_has_handlers() -> No
     with WaitingRanks(WORDS, 1) as ranks:
         pid = ranks._waiting[0].process.pid
         assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
-        assert os.getsid(pid) == pid
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    blocked = int(status["SigBlk"], 16)
-    assert all(blocked >> (number - 1) & 1 for number in (*STOP, *SAVE))
+        until = time.monotonic() + 60
+        while os.getsid(pid) != pid:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert signals_in(pid, "SigBlk") >= {*STOP, *SAVE}
+
+
+def signals_in(pid: int, mask: str) -> set[int]:
+    """The signals in a mask of a process: those it blocks, `SigBlk`, or those it handles, `SigCgt`."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {number for number in signal.valid_signals() if int(status[mask], 16) >> (number - 1) & 1}
 
 
 LAUNCHER = """
@@ -125,6 +158,26 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def test_a_rank_has_no_handler_of_the_launcher(capfd: pytest.CaptureFixture) -> None:
+    """After its training, a signal ends a rank."""
+
+    def raise_in_the_launcher(number: int, frame: object) -> None:
+        raise Stopped("in the launcher")
+
+    before = signal.signal(signal.SIGTERM, raise_in_the_launcher)
+    try:
+        with WaitingRanks(WORDS, 1) as ranks:
+            process = ranks.begin(rank_command(WORDS), os.environ | {"LOCAL_RANK": "1"})
+            assert process is not None
+            os.kill(process.pid, signal.SIGTERM)  # waits until the rank has handlers
+            code = process.wait(60)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    err = capfd.readouterr().err
+    assert code in (75, -signal.SIGTERM), err
+    assert "in the launcher" not in err
+
+
 def launch(folder: Path, ranks: int, environment: Mapping[str, str], send: int | None = None) -> tuple:
     """Exit code and standard error of the launcher, and the processes of its run that are left. `send`: a
     signal that it gets while it imports."""
@@ -133,7 +186,10 @@ def launch(folder: Path, ranks: int, environment: Mapping[str, str], send: int |
     where = {"cwd": ROOT, "env": os.environ | environment}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **where) as launcher:
         if send is not None:
-            time.sleep(1.0)
+            until = time.monotonic() + 60
+            while send not in signals_in(launcher.pid, "SigCgt"):
+                assert time.monotonic() < until, "the launcher does not handle the signal"
+                time.sleep(0.1)
             launcher.send_signal(send)
         error = launcher.communicate()[1]
     commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
