@@ -32,9 +32,11 @@ from titanlite.tools.plan import planned_run  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 PEAK, RESERVED, STEP = "memory/peak_allocated_gib", "memory/peak_reserved_gib", "time/step_s"
-# Earlier versions freed small models after the forward, or sharded embedding and head with the root module.
+# Earlier versions freed small models after the forward, sharded embedding and head with the root module, or
+# kept transposed copies of 8-bit weights for the backward.
 BEFORE = ("llama3_1b_h200x4_b16_torchtitan", "llama3_1b_h200x4_b8", "llama3_1b_h200x4_b8_flex",
-          "llama3_1b_h200x4_b8_varlen")  # fmt: skip
+          "llama3_1b_h200x4_b8_varlen", "llama3_8b_float8_h200x2_b1_torchtitan",
+          "llama3_8b_float8_h200x4_b2_torchtitan", "llama3_8b_float8_h200x4_default_torchtitan")  # fmt: skip
 # By their times, several runs shared the GPU: a step of memory_h200 took four times as long as the same step
 # of guard_h200, and those of float8_curve_h200 became up to four times as fast near the end. The searches of
 # transfer_lr_h200*.json shared it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ from titanlite.parallel.tensor_parallel import (
     vocabulary_shard,
 )
 from titanlite.step_clock import StepClock
-from titanlite.torch_compat import enable_async_tensor_parallel
+from titanlite.torch_compat import enable_async_tensor_parallel, recompute_float8_copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +69,14 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
     if mesh.degrees.tp == 1:
         loss_function = loss.build(compile.loss_backend)
         apply_activation_checkpoint(net, settings.activation_checkpoint, settings.attention.kept_ops)
-        apply_compile(net, compile, mesh.shards_experts_apart)
+        apply_compile(net, compile, mesh.shards_experts_apart, compile_options(settings, mesh))
     else:
         apply_tensor_parallel(net, mesh.tp, float8)
         vocabulary = vocabulary_shard(net.vocab_size, mesh.tp)
         loss_function = loss.build(compile.loss_backend, vocabulary)
         gather = partial(gather_for_loss, mesh=mesh.tp)
         head_fn_for_logits = gather_logits(mesh.tp)
-        overlaps = parallelism.enable_async_tensor_parallel and mesh.tp.device_type == "cuda"
-        compile_forwards(net, compile, enable_async_tensor_parallel(mesh.tp) if overlaps else None)
+        compile_forwards(net, compile, compile_options(settings, mesh))
         apply_activation_checkpoint(net, settings.activation_checkpoint, settings.attention.kept_ops)
     net, stages = apply_pipeline_parallel(net, parallelism, mesh)
     dtype, offload = settings.param_dtype, settings.cpu_offload
@@ -108,3 +108,16 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
         clock=settings.clock,
     )
     return ShardedModel(net, loss_function, settings.attention, execution)
+
+
+def compile_options(settings: ParallelSettings, mesh: Mesh) -> dict[str, Any] | None:
+    """Options of torch.compile for the blocks; None if they need none. Only inductor takes options."""
+    options = dict[str, Any]()
+    if not settings.compile.enable or settings.compile.backend != "inductor":
+        return None
+    if settings.float8.gathers_float8 and mesh.device_mesh is not None:
+        options |= recompute_float8_copies()
+    overlaps = mesh.degrees.tp > 1 and settings.parallelism.enable_async_tensor_parallel
+    if overlaps and mesh.tp.device_type == "cuda":
+        options |= enable_async_tensor_parallel(mesh.tp)
+    return options or None

@@ -80,21 +80,24 @@ class Compile:
         return self.backend if self.enable else None
 
 
-def apply_compile(net: Decoder, config: Compile, experts_apart: bool = False) -> None:
+def apply_compile(
+    net: Decoder, config: Compile, experts_apart: bool = False, options: dict[str, Any] | None = None
+) -> None:
     """Compile the blocks in place. Call it after activation checkpointing and before FSDP. `experts_apart`:
-    Mesh.shards_experts_apart."""
+    Mesh.shards_experts_apart. `options`: of torch.compile."""
     if config.enable:
         allow_many_graphs()
         for block in net.blocks().values():
             if experts_apart and (layers := moe_layers_of(block)):
-                _compile_pieces(block, layers, config)
+                _compile_pieces(block, layers, config, options)
             else:
-                block.compile(fullgraph=True, dynamic=False, backend=config.backend)
+                block.compile(fullgraph=True, dynamic=False, backend=config.backend, options=options)
 
 
 def compile_forwards(net: Decoder, config: Compile, options: dict[str, Any] | None = None) -> None:
     """Compile only the forwards of the blocks, for tensor parallel. Call it before activation checkpointing,
-    which then repeats compiled forwards. `options`: of torch.compile, for functions with collectives."""
+    which then repeats compiled forwards. `options`: of torch.compile, for all functions but routers and the
+    products of experts."""
     if config.enable:
         allow_many_graphs()
         for block in net.blocks().values():
@@ -114,7 +117,7 @@ def _compile_pieces(
     block: Any, layers: list[MoE], config: Compile, options: dict[str, Any] | None = None
 ) -> None:
     """Compile what a block does before its experts, the router, shared experts and the products of the
-    experts. `options`: of torch.compile, for functions with collectives."""
+    experts. `options`: of torch.compile, for all functions but routers and the products of experts."""
     block.attend = _compiled(block.attend, config, options)
     for layer in layers:
         for module in layer.children():

@@ -299,23 +299,11 @@ class _Step:
             return 0.0
         held = self._held_blocks(i) + self._held_always()
         if self.frees and i:
-            held += self._gathered(self.blocks[i - 1]) * (1 if self._keeps_float8 else 2)
+            held += 2 * self._gathered(self.blocks[i - 1])
         return held
 
     def _held_blocks(self, i: int) -> float:
-        kept = self.gathered_of_first[i + 1]
-        if self._keeps_float8:
-            gathers = self.run.degrees.dp_shard * self.run.degrees.cp > 1
-            return 2 * kept if gathers and not self.frees else kept
-        return self._gathered(self.blocks[i]) if self.frees else kept
-
-    @property
-    def _keeps_float8(self) -> bool:
-        """Whether compiled blocks keep 8-bit copies of the weights for the backward, whether or not FSDP
-        frees its gathered ones: found from llama3_8b_float8_h200x2_b1_torchtitan.json and ..._h200x4_b2_...,
-        where FSDP frees them, and ..._h200x4_default_..., where it keeps them and the allocated peak is
-        7.3 GiB higher."""
-        return self.run.float8.gathers_float8
+        return self._gathered(self.blocks[i]) if self.frees else self.gathered_of_first[i + 1]
 
     def _held_always(self) -> float:
         """Tied embeddings, and an embedding that is not freed."""
