@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -168,7 +169,10 @@ def stdlib_files() -> list[Path]:
     """Return the UTF-8 .py files of the standard library, without tests and packages, ordered by name."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    paths = (p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts))
+    paths = list[Path]()
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = set(subfolders) - skip  # are not visited; packages may have ten thousands of files
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
     files = sorted((p for p in paths if _is_utf8(p)), key=lambda p: p.relative_to(root).as_posix())
     if not files:
         raise ConfigError(f"python_stdlib: no .py files under {root}; this Python lacks the library's source")
