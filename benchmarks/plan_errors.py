@@ -148,6 +148,10 @@ def _cases(name: str, result: dict[str, Any]) -> Iterator[tuple[str, list[str], 
             if not search["runs"]:
                 continue
             yield case, search["keys"], _medians([run["last"] for run in search["runs"]])
+    elif name == "pointwise_autotune_h200":
+        for run in result["cases"]:
+            case = "float8" if "--float8.enable" in run["overrides"] else "bf16"
+            yield f"{case} on GPU {run['gpu']}, batch {run['batch']}", run["overrides"], run["medians"]
     elif name == "float8_curve_h200":
         for case, curve in result["curves"].items():
             recipe = case.partition(" ")[2] if case.startswith("float8") else ""

@@ -1,5 +1,5 @@
-"""Where the time of a traced step goes on a GPU: its kernels by name, and the gaps of the stream that computes,
-with what other streams did meanwhile.
+"""Where a GPU spends the time of a traced step: its kernels by name, the gaps of the stream that computes,
+and what other streams did meanwhile.
 
     python benchmarks/trace_kernels.py RUN/profile/trace-step-12-rank-0.json.gz > NAME.txt
 
