@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ def main() -> None:
     path = parser.parse_args().trace
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("cat") in ON_GPU]
+    if not events:
+        sys.exit(f"{path} has no work of a GPU")
     print_kernels(events)
     print_gaps(events)
 

@@ -32,7 +32,8 @@ LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
     {"__main__"},
 ]
 LEVEL = {unit: level for level, layer in enumerate(LAYERS) for unit in layer}
-SIBLINGS = {("tools", "train")}  # `launch` runs the trainer in its own process when there is one rank
+# `launch` runs the trainer in its own process when there is one rank, and its ranks' commands in copies.
+SIBLINGS = {("tools", "train"), ("tools", "cli")}
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -103,6 +104,7 @@ PUBLIC = {"_asdict", "_replace", "_exit"}
 PRIVATE_NAMES_OF_TORCH = {
     "torch_compat.py",
     "attention/torch_compat.py",
+    "parallel/torch_compat.py",
     "runtime/agent.py",
     "runtime/rendezvous.py",
 }

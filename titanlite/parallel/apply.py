@@ -34,8 +34,8 @@ from titanlite.parallel.tensor_parallel import (
     gather_logits,
     vocabulary_shard,
 )
+from titanlite.parallel.torch_compat import enable_async_tensor_parallel, recompute_float8_copies
 from titanlite.step_clock import StepClock
-from titanlite.torch_compat import enable_async_tensor_parallel, recompute_float8_copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +111,10 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
 
 
 def compile_options(settings: ParallelSettings, mesh: Mesh) -> dict[str, Any] | None:
-    """Options of torch.compile for the blocks; None if they need none. Only inductor takes options."""
-    options = dict[str, Any]()
+    """Options of torch.compile for the blocks; None if they need none."""
     if not settings.compile.enable or settings.compile.backend != "inductor":
-        return None
+        return None  # other backends take no options
+    options = dict[str, Any]()
     if settings.float8.gathers_float8 and mesh.device_mesh is not None:
         options |= recompute_float8_copies()
     overlaps = mesh.degrees.tp > 1 and settings.parallelism.enable_async_tensor_parallel

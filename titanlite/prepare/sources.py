@@ -171,7 +171,9 @@ def stdlib_files() -> list[Path]:
     skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     paths = list[Path]()
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = set(subfolders) - skip  # are not visited; packages may have ten thousands of files
+        subfolders[:] = (
+            set(subfolders) - skip
+        )  # are not visited; packages may have tens of thousands of files
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
     files = sorted((p for p in paths if _is_utf8(p)), key=lambda p: p.relative_to(root).as_posix())
     if not files:

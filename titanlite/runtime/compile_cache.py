@@ -18,9 +18,10 @@ from titanlite.log import logger
 from titanlite.runtime.environment import compile_cache_of_user, set_compile_cache, user_cache
 from titanlite.runtime.process import device_name
 
-# Modules with custom operators. Compiled code calls these by their names, with the arguments that they had
-# when it was compiled, and torch's keys of compiled code do not have their definitions.
-OPERATORS = ("attention/head_tail.py", "models/grouped_mm.py", "models/moe.py")
+# Modules with custom operators and with passes over graphs. Compiled code calls the operators by their names,
+# with the arguments that they had when it was compiled, and torch's keys of compiled code have neither their
+# definitions nor those of the passes.
+DEFINITIONS = ("attention/head_tail.py", "models/grouped_mm.py", "models/moe.py", "parallel/torch_compat.py")
 
 
 def use_compile_cache(cache_dir: str, device: torch.device, run_folder: Path) -> None:
@@ -30,7 +31,7 @@ def use_compile_cache(cache_dir: str, device: torch.device, run_folder: Path) ->
 
     Raises ConfigError if others own the folder or may write to it, or if it is in `run_folder`. If the
     default folder cannot be made, compiled code stays where torch keeps it, and a warning says so."""
-    _tag_with_operators()
+    _tag_with_definitions()
     if not cache_dir and compile_cache_of_user():
         return
     folder = Path(cache_dir).expanduser() if cache_dir else user_cache() / "titanlite" / "compile"
@@ -55,10 +56,10 @@ def use_compile_cache(cache_dir: str, device: torch.device, run_folder: Path) ->
     set_compile_cache(str(own.absolute()))
 
 
-def _tag_with_operators() -> None:
-    """Let torch's compiler read only code that was compiled with these definitions of custom operators."""
+def _tag_with_definitions() -> None:
+    """Let torch's compiler read only code that was compiled with these operators and passes."""
     package, config = Path(titanlite.__file__).parent, torch.compiler.config
-    sources = [package / module for module in OPERATORS]
+    sources = [package / module for module in DEFINITIONS]
     files = [file if file.exists() else file.with_suffix(".pyc") for file in sources]  # without sources
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     if not config.cache_key_tag.endswith(digest):  # the user may have set one

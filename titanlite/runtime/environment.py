@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 LAUNCHER_PID = "TITANLITE_LAUNCHER_PID"
@@ -173,11 +174,24 @@ def prepare_to_launch(num_ranks: int) -> None:
     # time a trace.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    # Importing the compiler asks for GPUs. With NVML's answer, the launcher's copies can use CUDA.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ[LAUNCHER_PID] = str(os.getpid())
     if num_ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@contextmanager
+def importing_for_copies() -> Iterator[None]:
+    """The body imports modules for processes that will be forked. If one of them asks torch whether there are
+    GPUs, NVML answers: the question to CUDA would initialise it, and then a forked process cannot use it.
+    Variables that modules set are set back; torch's compiler sets the folder of its cache."""
+    before = dict(os.environ)
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def current_environment() -> dict[str, str]:
@@ -192,8 +206,9 @@ def changed_variables(before: Mapping[str, str], after: Mapping[str, str]) -> st
 
 
 def await_rank(read_fd: int) -> None:
-    """Wait for the environment of this process's rank, which the launcher writes to a pipe, and take it. Ends
-    the process without a word if the launcher does not need it: it has found a mistake, or has ended."""
+    """Wait for the environment of this process's rank, which the launcher writes to a pipe, and change
+    os.environ to it. Ends the process without a word if the launcher does not need it: it has found a
+    mistake, or has ended."""
     with open(read_fd) as file:
         text = file.read()
     try:

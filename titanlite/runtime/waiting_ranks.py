@@ -3,6 +3,7 @@ environment of its rank while the launcher checks the job."""
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -10,12 +11,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
-from titanlite import cli
+import numpy as np
+import torch
+
 from titanlite.runtime.environment import await_rank, changed_variables, current_environment
 from titanlite.runtime.parent import die_with_launcher
 from titanlite.runtime.signals import SAVE, STOP, handled_signals
@@ -72,18 +75,18 @@ def rank_command(words: Sequence[str]) -> list[str]:
 
 
 def can_copy() -> bool:
-    """Whether a copy of this process works: on Linux, and without other threads, which a copy would not
-    have."""
+    """Whether a copy of this process works: on Linux, and without other Python threads, which a copy would
+    not have. OpenBLAS ends its threads before a fork, and importing torch makes none of OpenMP's."""
     return sys.platform == "linux" and threading.active_count() == 1
 
 
 class WaitingRanks:
     """`count` processes that run `titanlite WORDS`; none if this process cannot be copied. The context
-    manager starts them and ends those that have not become ranks. Call prepare_to_launch before, and before
-    that import what they need."""
+    manager starts them and ends those that have not become ranks. Call prepare_to_launch before, and then
+    import what they need. `main`: runs the command in sys.argv and returns its exit code."""
 
-    def __init__(self, words: Sequence[str], count: int):
-        self._words, self._count = list(words), count
+    def __init__(self, words: Sequence[str], count: int, main: Callable[[], int]):
+        self._words, self._count, self._main = list(words), count, main
         self._waiting: list[_Waiting] = []
 
     def __enter__(self) -> WaitingRanks:
@@ -128,8 +131,8 @@ class WaitingRanks:
     def _start(self) -> _Waiting:
         read_fd, write_fd = os.pipe()
         try:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by the shell
+                stream.flush()  # otherwise, the copy would write the buffer, too
             pid = os.fork()
         except BaseException:
             os.close(read_fd)
@@ -153,10 +156,14 @@ class WaitingRanks:
             for fd in (write_fd, *(waiting.write_fd for waiting in self._waiting)):
                 os.close(fd)  # otherwise, the copy made before would wait for this one, too
             sys.argv[1:] = self._words
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                sys.stdout.reconfigure(line_buffering=True)  # lines of a rank that is killed are not lost
+            torch.default_generator.seed()  # Python's own generator has done so
+            np.random.seed()
             await_rank(read_fd)
             if is_copy_without_cuda():  # something that was imported has used CUDA
                 os.execv(sys.executable, rank_command(self._words))
-            code = cli.main()
+            code = self._main()
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()

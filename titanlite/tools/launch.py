@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from titanlite.commands import launch_arguments
 from titanlite.config import toml
-from titanlite.runtime.environment import prepare_to_launch
+from titanlite.runtime.environment import importing_for_copies, prepare_to_launch
 from titanlite.runtime.parent import stop_with_tune
 
 
@@ -25,14 +25,16 @@ def main(argv: Sequence[str]) -> int:
 
     if is_alone:
         return train.main([path, *overrides])
+    from titanlite import cli
     from titanlite.job import load_job
     from titanlite.runtime.launcher import start_ranks
     from titanlite.runtime.waiting_ranks import WaitingRanks
     from titanlite.torch_compat import import_compiler
 
-    compile = toml.read(path, overrides)[0].get("compile")
-    import_compiler(with_inductor=isinstance(compile, dict) and bool(compile.get("enable")))
+    compiles = toml.read(path, overrides)[0].get("compile", {}).get("enable")
+    with importing_for_copies():
+        import_compiler(with_inductor=bool(compiles))
     words = ["train", path, *overrides]
-    with WaitingRanks(words, options.nproc_per_node) as ranks:
+    with WaitingRanks(words, options.nproc_per_node, cli.main) as ranks:
         load_job(path, overrides, world_size, allow_imports=True)  # with the user's components
         return start_ranks(options, words, ranks.begin)

@@ -19,7 +19,7 @@ import titanlite
 from tests.support.jobs import metrics_in
 from titanlite.config.component import ConfigError
 from titanlite.runtime import compile_cache, environment
-from titanlite.runtime.compile_cache import OPERATORS, use_compile_cache
+from titanlite.runtime.compile_cache import DEFINITIONS, use_compile_cache
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU, VARIABLE = torch.device("cpu"), "TORCHINDUCTOR_CACHE_DIR"
@@ -43,17 +43,19 @@ def test_compiled_code_is_kept_in_the_users_cache_folder(environ: dict[str, str]
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder.parent)] == [0o700, 0o700]
 
 
-def test_code_is_compiled_again_for_other_custom_operators(
+def test_code_is_compiled_again_for_other_operators_and_passes(
     environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a copy of the package with an edited module. Else compiled code would call its operators with other
     arguments."""
     package = Path(titanlite.__file__).parent
     modules = {str(path.relative_to(package)) for path in package.rglob("*.py")}
-    assert {name for name in modules if "custom_op(" in (package / name).read_text()} == set(OPERATORS)
+    texts = {name: (package / name).read_text() for name in modules}
+    found = {name for name, text in texts.items() if "custom_op(" in text or "(CustomGraphPass)" in text}
+    assert found == set(DEFINITIONS)
     tags = []
-    for edited in ("", "", *OPERATORS):
-        for module in OPERATORS:
+    for edited in ("", "", *DEFINITIONS):
+        for module in DEFINITIONS:
             path = tmp_path / "package" / module
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text((package / module).read_text() + "# edited" * (module == edited))
@@ -65,8 +67,8 @@ def test_code_is_compiled_again_for_other_custom_operators(
         assert torch.compiler.config.cache_key_tag == tags[-1]  # it is added once
     assert all(tag.startswith("mine ") for tag in tags)
     assert tags[0] == tags[1]
-    assert len(set(tags)) == 1 + len(OPERATORS)
-    for module in OPERATORS:  # an installation of compiled modules alone
+    assert len(set(tags)) == 1 + len(DEFINITIONS)
+    for module in DEFINITIONS:  # an installation of compiled modules alone
         source = tmp_path / "package" / module
         source.rename(source.with_suffix(".pyc"))
     torch.compiler.config.cache_key_tag = "mine"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from titanlite import cli
 from titanlite.runtime import waiting_ranks
 from titanlite.runtime.environment import LAUNCHER_PID
-from titanlite.runtime.signals import Stopped
 from titanlite.runtime.waiting_ranks import SAVE, STOP, WaitingRanks, rank_command
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,13 +27,13 @@ COMPLAINT = "command line, --parallelism: 1 ranks are no multiple of tensor_para
 
 @pytest.fixture(autouse=True)
 def launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is the launcher. It has a thread of the tests, which a copy does not need."""
+    """This process is the launcher. The threads that tests have are hidden: its copies do not need them."""
     monkeypatch.setenv(LAUNCHER_PID, str(os.getpid()))
     monkeypatch.setattr(threading, "active_count", lambda: 1)
 
 
 def test_a_process_runs_as_the_rank_that_it_gets(capfd: pytest.CaptureFixture) -> None:
-    with WaitingRanks(WORDS, 2) as ranks:
+    with WaitingRanks(WORDS, 2, cli.main) as ranks:
         first, second = (waiting.process for waiting in ranks._waiting)
         environment = os.environ | {"LOCAL_RANK": "1", "LONG": "x" * 100_000, "OTHER": "\udcff"}
         assert ranks.begin(rank_command(WORDS), environment) is first
@@ -47,7 +47,7 @@ def test_a_process_runs_as_the_rank_that_it_gets(capfd: pytest.CaptureFixture) -
 
 def test_variables_of_before_are_gone(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
     monkeypatch.setenv("LOCAL_RANK", "7")
-    with WaitingRanks(WORDS, 1) as ranks:
+    with WaitingRanks(WORDS, 1, cli.main) as ranks:
         monkeypatch.delenv("LOCAL_RANK")
         process = ranks.begin(rank_command(WORDS), os.environ)
         assert process is not None
@@ -56,10 +56,10 @@ def test_variables_of_before_are_gone(monkeypatch: pytest.MonkeyPatch, capfd: py
 
 
 def test_a_process_with_threads_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    with WaitingRanks(WORDS, 1) as ranks:
+    with WaitingRanks(WORDS, 1, cli.main) as ranks:
         assert ranks._waiting
     monkeypatch.setattr(threading, "active_count", lambda: 2)
-    with WaitingRanks(WORDS, 1) as ranks:
+    with WaitingRanks(WORDS, 1, cli.main) as ranks:
         assert ranks.begin(rank_command(WORDS), os.environ) is None
 
 
@@ -69,7 +69,7 @@ def test_a_copy_that_has_lost_cuda_starts_anew(
 ) -> None:
     monkeypatch.setattr(waiting_ranks, "is_copy_without_cuda", lambda: lost)
     monkeypatch.setattr(os, "execv", lambda path, words: print(path, *words, file=sys.stderr, flush=True))
-    with WaitingRanks(WORDS, 1) as ranks:
+    with WaitingRanks(WORDS, 1, cli.main) as ranks:
         process = ranks.begin(rank_command(WORDS), os.environ)
         assert process is not None
         assert process.wait(60) == 2
@@ -78,14 +78,14 @@ def test_a_copy_that_has_lost_cuda_starts_anew(
 
 
 def test_another_command_ends_them() -> None:
-    with WaitingRanks(WORDS, 1) as ranks:
+    with WaitingRanks(WORDS, 1, cli.main) as ranks:
         process = ranks._waiting[0].process
         assert ranks.begin(rank_command([*WORDS, "--job.name=x"]), os.environ) is None
         assert process.returncode == -signal.SIGKILL
 
 
 def test_a_process_that_has_ended_before_its_rank_begins() -> None:
-    with WaitingRanks(WORDS, 1) as ranks:
+    with WaitingRanks(WORDS, 1, cli.main) as ranks:
         waiting = ranks._waiting[0].process
         waiting.kill()
         waiting.wait()
@@ -102,7 +102,7 @@ def test_a_process_that_cannot_be_started_ends_the_others(monkeypatch: pytest.Mo
         return started[0]
 
     monkeypatch.setattr(WaitingRanks, "_start", start_one)
-    with pytest.raises(OSError, match="no more"), WaitingRanks(WORDS, 2):
+    with pytest.raises(OSError, match="no more"), WaitingRanks(WORDS, 2, cli.main):
         pass
     assert started[0].process.returncode == -signal.SIGKILL
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
@@ -110,7 +110,7 @@ def test_a_process_that_cannot_be_started_ends_the_others(monkeypatch: pytest.Mo
 
 def test_a_rank_has_its_own_session_and_no_signal_before_it_has_handlers() -> None:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    with WaitingRanks(WORDS, 1) as ranks:
+    with WaitingRanks(WORDS, 1, cli.main) as ranks:
         pid = ranks._waiting[0].process.pid
         assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
         until = time.monotonic() + 60
@@ -131,7 +131,7 @@ import sys, time
 from titanlite.runtime.environment import prepare_to_launch
 from titanlite.runtime.waiting_ranks import WaitingRanks
 prepare_to_launch(2)
-with WaitingRanks(sys.argv[1:], 2) as ranks:
+with WaitingRanks(sys.argv[1:], 2, None) as ranks:
     print(*[waiting.process.pid for waiting in ranks._waiting], flush=True)
     time.sleep(600)
 """
@@ -158,24 +158,64 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_rank_has_no_handler_of_the_launcher(capfd: pytest.CaptureFixture) -> None:
+def run_copies(folder: Path, main: str, count: int = 1) -> list[str]:
+    """What `count` copies of a launcher print that run the statements `main`, and their exit codes. The
+    launcher's output is a pipe."""
+    (folder / "launcher.py").write_text(COPIES.replace("STATEMENTS", main))
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, str(folder / "launcher.py"), str(count)]
+    ran = subprocess.run(
+        command, cwd=ROOT, env=env | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    return sorted(ran.stdout.split())
+
+
+COPIES = """
+import os, random, signal, sys
+import numpy, torch
+from titanlite.runtime.environment import prepare_to_launch
+from titanlite.runtime.signals import stop_requests
+from titanlite.runtime.waiting_ranks import WaitingRanks, rank_command
+def main():
+    STATEMENTS
+with stop_requests():
+    prepare_to_launch(2)
+    random.random(), numpy.random.random(), torch.rand(())
+    print("launcher")  # is in the buffer when the copies are made
+    with WaitingRanks([], int(sys.argv[1]), main) as ranks:
+        processes = [ranks.begin(rank_command([]), os.environ) for _ in range(int(sys.argv[1]))]
+        print(*[process.wait(60) for process in processes])
+"""
+
+
+def test_a_rank_has_no_handler_of_the_launcher(tmp_path: Path) -> None:
     """After its training, a signal ends a rank."""
+    print_handlers = "print(*[int(signal.getsignal(n) is signal.SIG_DFL) for n in (15, 1, 10, 12)]); return 0"
+    assert run_copies(tmp_path, print_handlers) == ["0", "1", "1", "1", "1", "launcher"]
 
-    def raise_in_the_launcher(number: int, frame: object) -> None:
-        raise Stopped("in the launcher")
 
-    before = signal.signal(signal.SIGTERM, raise_in_the_launcher)
-    try:
-        with WaitingRanks(WORDS, 1) as ranks:
-            process = ranks.begin(rank_command(WORDS), os.environ | {"LOCAL_RANK": "1"})
-            assert process is not None
-            os.kill(process.pid, signal.SIGTERM)  # waits until the rank has handlers
-            code = process.wait(60)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    err = capfd.readouterr().err
-    assert code in (75, -signal.SIGTERM), err
-    assert "in the launcher" not in err
+def test_lines_of_a_rank_that_is_killed_are_there(tmp_path: Path) -> None:
+    killed = "print('line'); os.kill(os.getpid(), signal.SIGKILL)"
+    assert run_copies(tmp_path, killed) == ["-9", "launcher", "line"]
+
+
+def test_ranks_have_random_states_of_their_own(tmp_path: Path) -> None:
+    draw = "print(random.random(), numpy.random.random(), torch.rand(()).item()); return 0"
+    printed = run_copies(tmp_path, draw, count=2)
+    assert len(printed) == 9
+    assert len(set(printed)) == 8  # the two exit codes are equal
+
+
+def test_importing_the_compiler_changes_no_variable() -> None:
+    """torch sets the folder of its cache, which would then count as the user's choice."""
+    code = "import os\nfrom titanlite.runtime.environment import importing_for_copies\n"
+    code += "from titanlite.torch_compat import import_compiler\nbefore = dict(os.environ)\n"
+    code += "with importing_for_copies():\n    import_compiler(with_inductor=True)\n"
+    code += "    assert os.environ != before\n"
+    code += "assert os.environ == before, set(os.environ.items()) ^ set(before.items())"
+    env = {name: value for name, value in os.environ.items() if "INDUCTOR" not in name}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True)
 
 
 def launch(folder: Path, ranks: int, environment: Mapping[str, str], send: int | None = None) -> tuple:
