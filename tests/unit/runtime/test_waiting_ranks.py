@@ -158,53 +158,39 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def run_copies(folder: Path, main: str, count: int = 1) -> list[str]:
-    """What `count` copies of a launcher print that run the statements `main`, and their exit codes. The
-    launcher's output is a pipe."""
-    (folder / "launcher.py").write_text(COPIES.replace("STATEMENTS", main))
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    command = [sys.executable, str(folder / "launcher.py"), str(count)]
-    ran = subprocess.run(
-        command, cwd=ROOT, env=env | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
-    return sorted(ran.stdout.split())
-
-
-COPIES = """
-import os, random, signal, sys
+LAUNCHER_OF_COPIES = """
+import os, random, signal
 import numpy, torch
 from titanlite.runtime.environment import prepare_to_launch
 from titanlite.runtime.signals import stop_requests
 from titanlite.runtime.waiting_ranks import WaitingRanks, rank_command
 def main():
-    STATEMENTS
+    print(*[int(signal.getsignal(n) is signal.SIG_DFL) for n in (15, 1, 10, 12)])
+    print(random.random(), numpy.random.random(), torch.rand(()).item())
+    os.kill(os.getpid(), signal.SIGKILL)
 with stop_requests():
     prepare_to_launch(2)
     random.random(), numpy.random.random(), torch.rand(())
     print("launcher")  # is in the buffer when the copies are made
-    with WaitingRanks([], int(sys.argv[1]), main) as ranks:
-        processes = [ranks.begin(rank_command([]), os.environ) for _ in range(int(sys.argv[1]))]
+    with WaitingRanks([], 2, main) as ranks:
+        processes = [ranks.begin(rank_command([]), os.environ) for _ in range(2)]
         print(*[process.wait(60) for process in processes])
 """
 
 
-def test_a_rank_has_no_handler_of_the_launcher(tmp_path: Path) -> None:
-    """After its training, a signal ends a rank."""
-    print_handlers = "print(*[int(signal.getsignal(n) is signal.SIG_DFL) for n in (15, 1, 10, 12)]); return 0"
-    assert run_copies(tmp_path, print_handlers) == ["0", "1", "1", "1", "1", "launcher"]
-
-
-def test_lines_of_a_rank_that_is_killed_are_there(tmp_path: Path) -> None:
-    killed = "print('line'); os.kill(os.getpid(), signal.SIGKILL)"
-    assert run_copies(tmp_path, killed) == ["-9", "launcher", "line"]
-
-
-def test_ranks_have_random_states_of_their_own(tmp_path: Path) -> None:
-    draw = "print(random.random(), numpy.random.random(), torch.rand(()).item()); return 0"
-    printed = run_copies(tmp_path, draw, count=2)
-    assert len(printed) == 9
-    assert len(set(printed)) == 8  # the two exit codes are equal
+def test_what_a_rank_does_not_have_of_the_launcher() -> None:
+    """Signal handlers: a signal ends a rank after its training. Random states. The buffer of its output; and
+    the lines of a rank that is killed are there. The output is a pipe."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", LAUNCHER_OF_COPIES]
+    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    assert len(lines) == 6, lines
+    assert (lines[0], lines[-1]) == ("launcher", "-9 -9")
+    assert lines.count("1 1 1 1") == 2, lines
+    numbers = " ".join(line for line in lines if "." in line).split()
+    assert len(numbers) == len(set(numbers)) == 6
 
 
 def test_importing_the_compiler_changes_no_variable() -> None:
