@@ -2,8 +2,8 @@
 which processes are restarted, which files are left behind, and that a restarted run equals an uninterrupted
 one.
 
-A run takes a dozen seconds, most of them for the import of torch in the launcher and in each rank. torchrun's
-timeouts are shortened by PET_RDZV_CONF, from which it reads its options."""
+A run takes a dozen seconds, most of them for imports: of the launcher, and of each rank that starts anew.
+torchrun's timeouts are shortened by PET_RDZV_CONF, from which it reads its options."""
 
 from __future__ import annotations
 

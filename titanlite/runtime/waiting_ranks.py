@@ -158,7 +158,7 @@ class WaitingRanks:
             sys.argv[1:] = self._words
             if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout.reconfigure(line_buffering=True)  # lines of a rank that is killed are not lost
-            torch.default_generator.seed()  # Python's own generator has done so
+            torch.default_generator.seed()  # fork has copied these states; Python's `random` reseeds itself
             np.random.seed()
             await_rank(read_fd)
             if is_copy_without_cuda():  # something that was imported has used CUDA

@@ -5,6 +5,7 @@ processes are copies of this one, made after it has imported PyTorch: the import
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 
 from titanlite.commands import launch_arguments
@@ -18,20 +19,19 @@ def main(argv: Sequence[str]) -> int:
     stop_with_tune()
     options, path, overrides = launch_arguments(argv)
     world_size = options.nproc_per_node * options.max_nodes
-    is_alone = world_size == 1 and options.max_restarts == 0
-    if not is_alone:
-        prepare_to_launch(options.nproc_per_node)
-    from titanlite import train  # takes seconds
+    if world_size == 1 and options.max_restarts == 0:
+        from titanlite import train
 
-    if is_alone:
         return train.main([path, *overrides])
+    compiles = toml.read(path, overrides)[0].get("compile", {}).get("enable")
+    prepare_to_launch(options.nproc_per_node)
+    importlib.import_module("titanlite.train")  # what the ranks run; takes seconds
     from titanlite import cli
     from titanlite.job import load_job
     from titanlite.runtime.launcher import start_ranks
     from titanlite.runtime.waiting_ranks import WaitingRanks
     from titanlite.torch_compat import import_compiler
 
-    compiles = toml.read(path, overrides)[0].get("compile", {}).get("enable")
     with importing_for_copies():
         import_compiler(with_inductor=bool(compiles))
     words = ["train", path, *overrides]
