@@ -49,7 +49,7 @@ def main() -> None:
             case = {"kernel": name, "tokens": TOKENS, "vocabulary": size, "ms": ms}
             cases.append(case | {"tb_per_s": 2 * logits.nbytes / ms / 1e9})
             print(f"{name:13} {size:7,} ids: {ms:.3f} ms, {cases[-1]['tb_per_s']:.2f} TB/s", flush=True)
-    write_result(options.output, {"cases": cases}, "torch", "triton")
+    write_result(options.output, {"device": torch.cuda.get_device_name(), "cases": cases}, "torch", "triton")
 
 
 def median_ms(function: Callable[..., torch.Tensor], logits: torch.Tensor, targets: torch.Tensor) -> float:

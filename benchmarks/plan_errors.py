@@ -152,6 +152,10 @@ def _cases(name: str, result: dict[str, Any]) -> Iterator[tuple[str, list[str], 
         for run in result["cases"]:
             case = "float8" if "--float8.enable" in run["overrides"] else "bf16"
             yield f"{case} on GPU {run['gpu']}, batch {run['batch']}", run["overrides"], run["medians"]
+    elif name == "compiler_settings_8b_h100":
+        for run in result["cases"]:
+            variables = " ".join(f"{key}={value}" for key, value in run["environment_variables"].items())
+            yield variables or "none", run["overrides"], run["medians"]
     elif name == "float8_curve_h200":
         for case, curve in result["curves"].items():
             recipe = case.partition(" ")[2] if case.startswith("float8") else ""

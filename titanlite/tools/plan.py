@@ -279,7 +279,7 @@ def _notes(job: Job, run: PlannedRun, cluster: Cluster, measurement: Measurement
     if cluster.card.name != "H200" and measurement is None:
         evidence = "only H200 was measured"
         if cluster.card.name == "H100":  # benchmarks/results/plan_errors.json
-            evidence = "four runs on H100 took 0.92 to 1.01 times as long"
+            evidence = "seven runs on H100 took 0.90 to 1.01 times as long"
         notes.append(f"step time takes the shares of the peaks that H200 reaches; {evidence}")
     if run.activation_checkpoint.mode == "memory_budget":
         notes.append("activations under memory_budget are interpolated: the compiler chooses them")
