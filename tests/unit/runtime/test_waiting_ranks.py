@@ -168,6 +168,7 @@ def main():
     print(*[int(signal.getsignal(n) is signal.SIG_DFL) for n in (15, 1, 10, 12)])
     print(random.random(), numpy.random.random(), torch.rand(()).item())
     os.kill(os.getpid(), signal.SIGKILL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and stays so
 with stop_requests():
     prepare_to_launch(2)
     random.random(), numpy.random.random(), torch.rand(())
