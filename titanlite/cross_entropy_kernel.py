@@ -6,8 +6,8 @@ torch.compile makes of `losses.loss_and_gradient_` take 1.37 ms (benchmarks/resu
 Each program has the logits of one token, which it reads twice and writes once. The L2 cache holds the logits
 of only some of the running programs: the first read asks it to keep them (evict_last), the second read and
 the store to drop them first (evict_first), because this kernel does not read them again. The kernel is
-compiled once for all numbers of tokens, and again if V, the distance of rows or an address differ in their
-divisibility by 16, or rows in whether they begin at cache sectors.
+compiled once for all numbers of tokens. It is compiled for whether V, the distance of rows and the addresses
+are multiples of 16, and for whether rows begin at cache sectors.
 
 Shape suffixes: C tokens, V vocabulary.
 """
