@@ -159,8 +159,9 @@ def reduce_fsdp_in_computation_memory(module: torch.nn.Module) -> None:
 
     Safe because a result that becomes a gradient is freed only after the end of the backward, where the
     computation waits for all reductions, and because a reduction waits for all that was computed before it
-    writes (foreach_reduce in torch's _fsdp_collectives.py). A result that is cast, or added to an earlier
-    gradient, would be freed while the other stream still reads it, and stays as torch has it."""
+    writes (foreach_reduce in torch's _fsdp_collectives.py), and for the allocation. A result that is cast, or
+    added to an earlier gradient, would be freed while the other stream still reads it, and stays as torch has
+    it."""
     for group in _fsdp_groups(module):
         trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
         group._reduce_scatter_comm.allocate = partial(_allocate_reduction, trained)
@@ -171,10 +172,15 @@ def _allocate_reduction(
 ) -> torch.Tensor:
     """Memory for the input of a reduction, for which FSDP calls on the stream that computes, or for its
     result, for which FSDP calls on the stream of the reduction."""
-    becomes_gradient = all(p.sharded_param.grad is None and p.orig_dtype == dtype for p in parameters)
-    stream = torch.cuda.default_stream(device) if becomes_gradient else torch.cuda.current_stream(device)
-    with torch.cuda.stream(stream):
+    if any(p.sharded_param.grad is not None or p.orig_dtype != dtype for p in parameters):
         return torch.empty(*size, dtype=dtype, device=device)
+    default = torch.cuda.default_stream(device)
+    with torch.cuda.stream(default):
+        memory = torch.empty(*size, dtype=dtype, device=device)
+    # With deterministic algorithms torch fills new memory with NaN, on the stream that allocates it. The
+    # reduction, which has waited for that stream before this call, must not write before the NaN.
+    torch.cuda.current_stream(device).wait_stream(default)
+    return memory
 
 
 def time_fsdp_waits(

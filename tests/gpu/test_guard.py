@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.gpu import trained
+from tests.support.gpu import shards, trained
 from titanlite.checkpoint.state import non_finite
 from titanlite.host_copy import HostCopy
 from titanlite.metrics.guard import Guard, StepGuard
@@ -24,14 +24,14 @@ faults.__enter__()
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
-def shards(folder: Path, corpus: Path, fault: str, ngpu: int, *overrides: str) -> dict[str, bytes]:
+def shards_after(folder: Path, corpus: Path, fault: str, ngpu: int, *overrides: str) -> dict[str, bytes]:
     """The last checkpoint of a run with that fault in three of its steps."""
     (tmp := folder / fault).mkdir()
     (tmp / f"bad_{fault}.py").write_text(BAD.format(fault=fault))
     keys = [f'--job.imports=["bad_{fault}"]', "--model.overrides.tie_word_embeddings=false", *overrides]
     log = trained(tmp, corpus, *keys, NGPU=str(ngpu))
     assert ("is skipped" in log) == (fault != "nothing")
-    return {p.name: p.read_bytes() for p in tmp.glob("run/checkpoint/step-8/*.distcp")}
+    return shards(tmp / "run", 8)
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,10 @@ def shards(folder: Path, corpus: Path, fault: str, ngpu: int, *overrides: str) -
 def test_a_bad_step_is_one_that_did_nothing(
     tmp_path: Path, corpus: Path, ngpu: int, overrides: list[str]
 ) -> None:
-    wanted = shards(tmp_path, corpus, "nothing", ngpu, *overrides)
+    wanted = shards_after(tmp_path, corpus, "nothing", ngpu, *overrides)
     assert wanted
     for fault in ("gradient", "loss"):
-        assert shards(tmp_path, corpus, fault, ngpu, *overrides) == wanted, fault
+        assert shards_after(tmp_path, corpus, fault, ngpu, *overrides) == wanted, fault
 
 
 def test_a_run_that_diverges_ends_with_4(tmp_path: Path, corpus: Path) -> None:
@@ -95,10 +95,11 @@ def decisions(device: torch.device) -> tuple[list[bool], dict]:
     losses[350], norms[360:364] = math.nan, 100
     guard = StepGuard(Guard(skip_sigma=6.0, window=64, min_window=32), device)
     on_device = torch.tensor(np.stack([losses, norms]), dtype=torch.float32, device=device)
+    num_targets = torch.tensor(1000, device=device)
     torch.cuda.set_sync_debug_mode("error")
     try:
         applied = [
-            guard.judge(loss, norm, guard.summands(norm), i, 8 * i, 8 * i + 8)
+            guard.judge(loss, norm, guard.summands(norm), i, 8 * i, 8 * i + 8, num_targets)
             for i, (loss, norm) in enumerate(on_device.unbind(1), 1)
         ]
     finally:

@@ -47,3 +47,8 @@ def run(folder: Path, corpus: Path, *overrides: str, ngpu: int = 1, name: str = 
 def column(metrics: list[dict], key: str) -> list[float]:
     """The values of one metric, by step."""
     return [row[key] for row in metrics]
+
+
+def shards(run_folder: Path, step: int) -> dict[str, bytes]:
+    """The files of weights and optimizer state in a checkpoint of a run."""
+    return {p.name: p.read_bytes() for p in run_folder.glob(f"checkpoint/step-{step}/*.distcp")}

@@ -297,8 +297,8 @@ def test_fsdp_gathers_and_reduces_in_symmetric_memory(monkeypatch: pytest.Monkey
 
 
 def streams_of_reductions(reduce_dtype: torch.dtype | None = None) -> list[list[str]]:
-    """For the first backward and for a second one that adds to its gradients: the streams on which FSDP
-    allocates the input and the result of its reduction."""
+    """For the first backward and for a second one that adds to its gradients: the streams of computation on
+    which FSDP allocates the input and the result of its reduction, and those for which it waits then."""
     streams = list[str]()
 
     class Stream:
@@ -309,6 +309,10 @@ def streams_of_reductions(reduce_dtype: torch.dtype | None = None) -> list[list[
 
         def __exit__(self, *args: Any) -> None: ...
 
+    class Current:
+        def wait_stream(self, stream: str) -> None:
+            streams.append(f"waits for {stream}")
+
     net = nn.Linear(4, 4)
     fully_shard(
         net, mesh=init_device_mesh("cpu", (2,)), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
@@ -317,7 +321,7 @@ def streams_of_reductions(reduce_dtype: torch.dtype | None = None) -> list[list[
     backwards = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "default_stream", lambda device: "default")
-        patch.setattr(torch.cuda, "current_stream", lambda device: "current")
+        patch.setattr(torch.cuda, "current_stream", lambda device: Current())
         patch.setattr(torch.cuda, "stream", Stream)
         for _ in range(2):
             streams.clear()
@@ -330,10 +334,10 @@ def streams_of_reductions(reduce_dtype: torch.dtype | None = None) -> list[list[
 
 
 def test_fsdp_reduces_gradients_in_the_memory_of_the_computation(run_on: Any) -> None:
-    default, current = ["default"] * 2, ["current"] * 2
-    assert run_on(2, streams_of_reductions) == [[default, current]] * 2
+    default = ["default", "waits for default"] * 2
+    assert run_on(2, streams_of_reductions) == [[default, []]] * 2
     # A result in another dtype is cast, and does not become the gradient.
-    assert run_on(2, streams_of_reductions, torch.bfloat16) == [[current, current]] * 2
+    assert run_on(2, streams_of_reductions, torch.bfloat16) == [[[], []]] * 2
 
 
 def calls_of_fsdp_waits(accumulate: bool) -> Counter[str]:

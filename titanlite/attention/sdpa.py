@@ -92,7 +92,8 @@ class SDPA(AttentionBackend, name="sdpa"):
     supports_v_head_dim: ClassVar[bool] = True
     sdpa_kernel: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     """Kernel of scaled_dot_product_attention on CUDA. `auto`: torch chooses any kernel except `math`, which
-    keeps all scores in memory."""
+    is slow and keeps all scores in memory, and `math` only where no other kernel takes the model's shapes,
+    such as fewer key heads than query heads in fp32. The log names the kernel."""
 
     @classmethod
     def works_on(cls, needs: AttentionNeeds) -> bool:
@@ -113,12 +114,17 @@ class SDPA(AttentionBackend, name="sdpa"):
             )
         if needs.device.type == "cuda" and self.uses_sdpa(needs):
             allow_sdpa_kernels_for_the_life_of_the_process(self.allowed_kernels)
-            self.kernel(needs)
+            try:
+                self.kernel(needs)
+            except ConfigError:
+                if self.sdpa_kernel != "auto":
+                    raise
+                allow_sdpa_kernels_for_the_life_of_the_process({"math"})
         return self
 
     @property
     def allowed_kernels(self) -> Collection[str]:
-        """The names of the kernels among which torch may choose."""
+        """The names of the kernels among which torch may choose, if one of them takes the shapes."""
         return set(KERNELS.values()) - {"math"} if self.sdpa_kernel == "auto" else {self.sdpa_kernel}
 
     def uses_sdpa(self, needs: AttentionNeeds) -> bool:
@@ -126,8 +132,8 @@ class SDPA(AttentionBackend, name="sdpa"):
         return type(self) is SDPA or not needs.masks
 
     def kernel(self, needs: AttentionNeeds) -> str:
-        """The kernel that torch chooses among those that sdpa_kernel allows. Raises ConfigError if no allowed
-        kernel takes these shapes."""
+        """The kernel that torch chooses among those that are allowed in this process. Raises ConfigError if
+        none of them takes these shapes."""
         if not self.uses_sdpa(needs):
             return self.name
         if needs.device.type != "cuda":
