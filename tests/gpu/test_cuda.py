@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import titanlite.attention.auto  # noqa: F401  (registers the backends)
-from tests.support.gpu import column, run, trained
+from tests.support.gpu import column, reference, run, trained
 from tests.support.jobs import make_job, metrics_of
 from tests.support.runs import FOUR_MICRO_BATCHES
 from titanlite.attention.base import AttentionBackend, AttentionNeeds
@@ -137,7 +137,7 @@ def test_a_window_trains_alike_with_every_kernel(
     keys = [*WINDOW, "--training.seq_len=256", "--data.holdout_sequences=0"]
     keys += ["--training.global_batch_size=2"]
     dense = ["--attention.backend=sdpa", "--attention.sdpa_kernel=math"]
-    wanted = column(run(tmp_path, corpus, *keys, *dense, name="dense"), "train/loss")
+    wanted = column(reference(corpus, *keys, *dense), "train/loss")
     ours = run(tmp_path, corpus, *keys, *compiled, f"--attention.backend={backend}", name="ours")
     assert column(ours, "train/loss") == pytest.approx(wanted, rel=5e-3)
     auto = run(tmp_path, corpus, *keys, *compiled, name="auto")
@@ -207,8 +207,7 @@ def test_a_window_on_two_gpus_trains_as_on_one(tmp_path: Path, corpus: Path) -> 
 @pytest.mark.parametrize("backend", ["flex", "varlen"])
 def test_masked_rows_train_alike_and_resume(tmp_path: Path, corpus: Path, backend: str) -> None:
     overrides = [*MASKED, f"--attention.backend={backend}"]
-    dense = ["--attention.backend=sdpa", "--attention.sdpa_kernel=math"]
-    dense = run(tmp_path, corpus, *MASKED, *dense, name="dense")
+    dense = reference(corpus, *MASKED, "--attention.backend=sdpa", "--attention.sdpa_kernel=math")
     whole = run(tmp_path, corpus, *overrides, name="whole")
     assert column(whole, "data/batch_sha") == column(dense, "data/batch_sha")
     assert column(whole, "train/loss") == pytest.approx(column(dense, "train/loss"), rel=5e-3)
@@ -232,8 +231,7 @@ def test_how_weights_are_gathered_changes_no_number(tmp_path: Path, corpus: Path
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_gpus_equal_one_and_resume_across(tmp_path: Path, corpus: Path) -> None:
-    # Of fused attention there is none for fp32 with fewer key heads: `math` has to be asked for.
-    fp32 = ["--training.mixed_precision_param=float32", "--attention.sdpa_kernel=math"]
+    fp32 = ["--training.mixed_precision_param=float32"]
     # In bf16, the default would keep the gathered weights of so small a model.
     fp32 += ["--parallelism.fsdp_reshard_after_forward=always", "--model.overrides.tie_word_embeddings=false"]
     one = run(tmp_path, corpus, *fp32, name="one")

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.gpu import column, shards, trained
-from tests.support.jobs import metrics_in
+from tests.support.gpu import column, reference, run, shards
 from titanlite.runtime.process import determinism
 from titanlite.torch_compat import _allocate_reduction
 
@@ -53,21 +52,19 @@ def test_memory_is_filled_before_a_reduction_writes() -> None:
 def test_runs_beside_each_other_have_equal_bits(tmp_path: Path, corpus: Path) -> None:
     """Ten runs of 40 steps at once on the same two GPUs."""
     names = [f"{layout}-{i}" for layout, num in (("tp", 6), ("dp_shard", 2), ("pp", 2)) for i in range(num)]
-    trained(tmp_path, corpus, "--training.steps=1", name="first")  # tokenises the corpus
+    reference(corpus)  # tokenises the corpus
 
-    def run(name: str) -> None:
+    def train(name: str) -> list[dict]:
         keys = [*KEYS, "--model.overrides.tie_word_embeddings=false", LAYOUTS[name.split("-")[0]]]
-        trained(tmp_path, corpus, *keys, name=name, NGPU="2")
+        return run(tmp_path / name, corpus, *keys, ngpu=2)
 
     with ThreadPoolExecutor(len(names)) as pool:
-        list(pool.map(run, names))
-    for name in names:
-        metrics, wanted = (metrics_in(tmp_path / n) for n in (name, f"{name.split('-')[0]}-0"))
+        runs = dict(zip(names, pool.map(train, names), strict=True))
+    for name, metrics in runs.items():
+        first = f"{name.split('-')[0]}-0"
         for key in ("train/loss", "train/grad_norm"):
             values = column(metrics, key)
             assert len(values) == 40
             assert torch.tensor(values).isfinite().all(), (name, key, values)
-            assert values == column(wanted, key), (name, key)
-        files, wanted_files = (shards(tmp_path / n, 40) for n in (name, f"{name.split('-')[0]}-0"))
-        assert files
-        assert files == wanted_files, name
+            assert values == column(runs[first], key), (name, key)
+        assert shards(tmp_path / name / "run", 40) == shards(tmp_path / first / "run", 40) != {}, name

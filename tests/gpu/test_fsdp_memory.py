@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.gpu import on_two_gpus
 from titanlite.data.batch import Batch
 from titanlite.losses import CrossEntropy
 from titanlite.mesh import Parallelism, build_mesh
@@ -25,14 +24,10 @@ pytestmark = [
 SHAPE = {"dim": 1024, "n_layers": 4, "hidden_dim": 4096, "vocab_size": 8192, "tie_word_embeddings": False}
 
 
-def trained(rank: int, folder: Path, shares: bool, keys: dict[str, Any]) -> tuple[int, int, list[np.ndarray]]:
+def trained(rank: int, shares: bool, keys: dict[str, Any]) -> tuple[int, int, list[np.ndarray]]:
     """On one of two ranks, after two steps of three micro-batches or one: the bytes of this rank's gradients,
     the bytes that torch has reserved on other streams than the default one, and the gradients of both steps.
     `shares`: as titanlite; otherwise as torch."""
-    torch.cuda.set_device(rank)
-    torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2
-    )
     with pytest.MonkeyPatch.context() as patch:
         if not shares:
             patch.setattr(fsdp, "reduce_fsdp_in_computation_memory", lambda module: None)
@@ -66,10 +61,7 @@ def test_gradients_do_not_have_memory_of_their_own(tmp_path: Path, keys: dict[st
     runs: dict[bool, Any] = {}
     for shares in (True, False):
         (folder := tmp_path / str(shares)).mkdir()
-        # Forked ranks, as of run_on, have no CUDA.
-        with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-            ranks = [pool.submit(trained, rank, folder, shares, keys) for rank in range(2)]
-            runs[shares] = [rank.result(timeout=300) for rank in ranks]
+        runs[shares] = on_two_gpus(folder, trained, shares, keys)
     for ours, torchs in zip(runs[True], runs[False]):
         assert torchs[1] - ours[1] > 0.9 * ours[0]
         assert len(ours[2]) > 0

@@ -48,7 +48,7 @@ def test_logits_are_transformers_on_a_gpu(tmp_path: Path, corpus: Path) -> None:
     run(tmp_path, corpus, *QWEN3, *EXPORT, "--checkpoint.async_mode=disabled", name="run")
     export, tokens = tmp_path / "run/hf/step-6", torch.arange(64, device="cuda")[None] % 250
     source = generate.open_source(export, torch.device("cuda"), allow_imports=False)
-    theirs = AutoModelForCausalLM.from_pretrained(export, dtype=torch.bfloat16).cuda()
+    theirs = AutoModelForCausalLM.from_pretrained(export, dtype=torch.bfloat16).to("cuda")
     with torch.no_grad():
         ours, wanted = source.net(tokens).float(), theirs(tokens).logits.float()
     assert (ours - wanted).norm() < 0.02 * wanted.norm()  # bf16 rounding

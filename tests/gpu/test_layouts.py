@@ -9,18 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.gpu import column, run, trained
+from tests.support.gpu import column, reference, run, trained
 from tests.support.jobs import make_job, metrics_of
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-# Heads and sequences are large enough for the kernels. In fp32 no fused kernel takes fewer key heads than
-# query heads.
+# Heads and sequences are large enough for the kernels.
 LARGE = ["--training.seq_len=256", "--data.holdout_sequences=0", "--model.overrides.head_dim=16"]
 LARGE += ["--training.global_batch_size=4", "--model.overrides.tie_word_embeddings=false"]
 FP32 = [*LARGE, "--training.mixed_precision_param=float32"]
 MASKED = ["--data.packing=best_fit", "--data.mask_documents=true"]
-MATH = ["--attention.sdpa_kernel=math"]
 TP = "--parallelism.tensor_parallel_degree=2"
 CP = "--parallelism.context_parallel_degree=2"
 PP = "--parallelism.pipeline_parallel_degree=2"
@@ -42,19 +40,15 @@ def assert_same(two: list, one: list, rel: float) -> None:
 def test_two_gpus_on_the_same_sequences_equal_one(
     tmp_path: Path, corpus: Path, layout: str, masked: list[str]
 ) -> None:
-    math = [] if masked else MATH
-    one = run(tmp_path, corpus, *FP32, *masked, *math, name="one")
-    kernel = [] if layout == CP else math  # context parallel chooses its own kernels
-    two = run(tmp_path, corpus, *FP32, *masked, *kernel, layout, ngpu=2, name="two")
-    assert_same(two, one, 1e-4)
+    two = run(tmp_path, corpus, *FP32, *masked, layout, ngpu=2)
+    assert_same(two, reference(corpus, *FP32, *masked), 1e-4)
 
 
 @two_gpus
 @pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_every_schedule_equals_one_gpu(tmp_path: Path, corpus: Path, schedule: str) -> None:
-    one = run(tmp_path, corpus, *FP32, *MATH, *BLOCKS, name="one")
-    two = run(tmp_path, corpus, *FP32, *MATH, *BLOCKS, PP, SCHEDULE + schedule, ngpu=2, name="two")
-    assert_same(two, one, 1e-4)
+    two = run(tmp_path, corpus, *FP32, *BLOCKS, PP, SCHEDULE + schedule, ngpu=2)
+    assert_same(two, reference(corpus, *FP32, *BLOCKS), 1e-4)
 
 
 @two_gpus
@@ -63,7 +57,7 @@ def test_compiled_in_bf16_they_train_alike_and_resume_on_one(
     tmp_path: Path, corpus: Path, layout: str
 ) -> None:
     fast = [*LARGE, *MASKED, "--compile.enable"]
-    one = run(tmp_path, corpus, *fast, name="one")
+    one = reference(corpus, *fast)
     two = run(tmp_path, corpus, *fast, layout, ngpu=2, name="two")
     assert column(two, "train/loss") == pytest.approx(column(one, "train/loss"), rel=5e-3)  # bf16 rounding
     run(tmp_path, corpus, *fast, layout, "--training.steps=4", ngpu=2, name="across")
@@ -132,14 +126,13 @@ def test_tensor_parallel_is_asynchronous(
 @two_gpus
 @pytest.mark.parametrize("layout", [[], [TP], [PP]], ids=["dp_shard", "tp", "pp"])
 def test_offloaded_equals_one_gpu(tmp_path: Path, corpus: Path, layout: list[str]) -> None:
-    one = run(tmp_path, corpus, *FP32, *MATH, name="one")
-    offload = [*FP32, *MATH, *layout, "--training.enable_cpu_offload"]
-    assert_same(run(tmp_path, corpus, *offload, ngpu=2, name="two"), one, 1e-4)
+    offloaded = run(tmp_path, corpus, *FP32, *layout, "--training.enable_cpu_offload", ngpu=2)
+    assert_same(offloaded, reference(corpus, *FP32), 1e-4)
 
 
 def test_one_gpu_offloads_and_resumes(tmp_path: Path, corpus: Path) -> None:
-    one = run(tmp_path, corpus, *FP32, *MATH, name="one")
-    offload = [*FP32, *MATH, "--training.enable_cpu_offload"]
+    one = reference(corpus, *FP32)
+    offload = [*FP32, "--training.enable_cpu_offload"]
     run(tmp_path, corpus, *offload, "--training.steps=4", name="off")
     off = run(tmp_path, corpus, *offload, name="off")
     assert_same(off, one, 1e-4)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from tests.support.gpu import column, run
+from tests.support.gpu import column, on_two_gpus, reference, run
 from tests.support.optimizer_layouts import LR, assert_equal, set_gradients_of
 from titanlite.mesh import ALONE, Mesh, Parallelism, build_mesh
 from titanlite.models.base import Decoder
@@ -88,25 +88,18 @@ def test_a_step_never_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def on_two_gpus(folder: Path, optimizer: Muon) -> dict[str, torch.Tensor]:
-    rank = torch.distributed.get_rank()
-    torch.cuda.set_device(rank)
-    torch.distributed.destroy_process_group()  # that of run_on has no NCCL
-    torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2
-    )
-    return steps(optimizer, "cuda", build_mesh(Parallelism(), "cuda", rank, 2))
+def sharded_steps(rank: int, optimizer: Muon) -> dict[str, np.ndarray]:
+    tensors = steps(optimizer, "cuda", build_mesh(Parallelism(), "cuda", rank, 2))
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 @two_gpus
 @pytest.mark.parametrize("keys", [{}, {"normalize": "neuron", "split_heads": True}], ids=str)
-def test_two_gpus_have_the_bits_of_one(
-    tmp_path: Path, run_on: Callable[..., Any], keys: dict[str, Any]
-) -> None:
+def test_two_gpus_have_the_bits_of_one(tmp_path: Path, keys: dict[str, Any]) -> None:
     optimizer = Muon(lr=LR, **keys)
     alone = steps(optimizer, "cuda")
-    for result in run_on(2, on_two_gpus, tmp_path, optimizer):
-        assert_equal(result, alone)
+    for result in on_two_gpus(tmp_path, sharded_steps, optimizer):
+        assert_equal({name: torch.from_numpy(array) for name, array in result.items()}, alone)
 
 
 @two_gpus
@@ -122,7 +115,6 @@ def test_two_gpus_train_as_one(tmp_path: Path, corpus: Path, axis: str) -> None:
         "--model.overrides.tie_word_embeddings=false",
         "--training.mixed_precision_param=float32",
     ]
-    kernel = [] if axis == "context_parallel" else ["--attention.sdpa_kernel=math"]
-    one = run(tmp_path, corpus, *keys, "--attention.sdpa_kernel=math", name="one")
-    two = run(tmp_path, corpus, *keys, *kernel, f"--parallelism.{axis}_degree=2", ngpu=2, name="two")
+    one = reference(corpus, *keys)
+    two = run(tmp_path, corpus, *keys, f"--parallelism.{axis}_degree=2", ngpu=2)
     assert column(two, "train/loss") == pytest.approx(column(one, "train/loss"), rel=1e-4)

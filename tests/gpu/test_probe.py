@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.gpu import column, run
+from tests.support.gpu import column, reference, run
 
 pytestmark = pytest.mark.gpu
 STEPS = "--training.steps=4"
@@ -61,7 +61,7 @@ def test_training_is_the_same_with_and_without_probes(
         dense = [*BASE, *MASKED, *DENSE, *compiled, PROBE]
         run(tmp_path, corpus, *dense, name="dense")
         assert_near(table(tmp_path, "probed"), table(tmp_path, "dense"), rel=0.05)
-        unmasked = run(tmp_path, corpus, *BASE, "--data.packing=best_fit", *compiled, PROBE, name="unmasked")
+        unmasked = reference(corpus, *BASE, "--data.packing=best_fit", *compiled, PROBE)
         entropy = "probe/attention_entropy_min"
         # Control: without masks the queries see several documents, which raises their entropy.
         assert probed[-1][entropy] < unmasked[-1][entropy] - 0.2
@@ -74,12 +74,10 @@ def test_two_gpus_have_the_statistics_of_one(
     tmp_path: Path, corpus: Path, layout: str, masked: list[str]
 ) -> None:
     fp32 = [*BASE, *masked, "--training.mixed_precision_param=float32", PROBE]
-    math = [] if masked else ["--attention.sdpa_kernel=math"]
     degree = [] if layout == "data" else [f"--parallelism.{layout}_parallel_degree=2"]
     # Both runs have the same four sequences in the first micro-batch, or two of four.
     size = "--training.local_batch_size=2"
     one = [size] if degree else ["--training.local_batch_size=4"]
-    run(tmp_path, corpus, *fp32, *math, *one, name="one")
-    kernel = [] if layout == "context" else math
-    run(tmp_path, corpus, *fp32, *kernel, size, *degree, ngpu=2, name="two")
+    run(tmp_path, corpus, *fp32, *one, name="one")
+    run(tmp_path, corpus, *fp32, size, *degree, ngpu=2, name="two")
     assert_near(table(tmp_path, "two"), table(tmp_path, "one"), rel=1e-3)

@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import titanlite.job  # noqa: F401  (registers the components)
-from tests.support.gpu import column, run
+from tests.support.gpu import column, reference, run
 from tests.support.splits import hidden_from_each_other, whole_batch
 from titanlite.attention.base import AttentionBackend, AttentionNeeds
 from titanlite.attention.sdpa import SDPA
@@ -164,9 +164,7 @@ def test_stages_on_two_gpus_equal_one(tmp_path: Path, corpus: Path, axis: str, m
     name = axis if axis.startswith("data") else f"{axis}_parallel"
     layout = f"--parallelism.{name}_degree=2"
     fp32 = [*STAGES, *masked, "--training.mixed_precision_param=float32"]
-    math = [] if masked else ["--attention.sdpa_kernel=math"]  # as in test_layouts.py
-    one = run(tmp_path, corpus, *fp32, *math, name="one")
-    two = run(tmp_path, corpus, *fp32, *([] if axis == "context" else math), layout, ngpu=2, name="two")
+    one, two = reference(corpus, *fp32), run(tmp_path, corpus, *fp32, layout, ngpu=2)
     assert column(two, "data/batch_sha") == column(one, "data/batch_sha")
     for key in ("train/loss", "train/grad_norm"):
         assert column(two, key) == pytest.approx(column(one, key), rel=1e-4)

@@ -78,8 +78,7 @@ CONTINUATIONS = [" ", *"abcdefghij", " a", "ab"]  # one of the single bytes is t
 FP32 = [
     *("--training.seq_len=256", "--data.holdout_sequences=0", "--model.overrides.head_dim=16"),
     *("--training.global_batch_size=4", "--model.overrides.tie_word_embeddings=false"),
-    *("--training.mixed_precision_param=float32", "--attention.sdpa_kernel=math"),
-    *("--validation.enable", "--validation.freq=4"),
+    *("--training.mixed_precision_param=float32", "--validation.enable", "--validation.freq=4"),
 ]
 LAYOUTS = [f"--parallelism.{kind}_parallel_degree=2" for kind in ("tensor", "context", "pipeline")]
 

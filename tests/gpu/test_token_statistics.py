@@ -35,15 +35,18 @@ SEQUENCES, SEQ_LEN = 8, 2048
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
-def head_inputs(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def head_inputs(dtype: torch.dtype, device: torch.device) -> Inputs:
     """Hidden states, weight, targets, positions and sources."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(4, 512, 256, generator=generator).to(dtype)
     weight = (torch.randn(4099, 256, generator=generator) * 0.1).to(dtype)
     targets = torch.randint(0, 4099, (4, 512), generator=generator)
     targets[1, :100] = -100
-    tensors = (hidden, weight, targets, torch.arange(512), torch.tensor([0, 1, 1, 0]))
-    return tuple(tensor.to(device) for tensor in tensors)
+    positions, sources = torch.arange(512), torch.tensor([0, 1, 1, 0])
+    return hidden.to(device), weight.to(device), targets.to(device), positions.to(device), sources.to(device)
 
 
 def statistics(device: torch.device, seq_len: int = 512) -> TokenStatistics:
@@ -152,8 +155,9 @@ def test_the_gradient_of_a_z_loss_in_bf16_is_that_of_its_formula(backend: str | 
     (F.cross_entropy(logits, targets.flatten(), reduction="sum") + z_loss).backward()
     errors = []
     for loss in (CrossEntropy, ChunkedCrossEntropy):
-        actual = [x.clone().requires_grad_() for x in head_inputs(torch.bfloat16, CUDA)[:2]]
-        values = loss(z_loss_multiplier=multiplier).build(backend)(*actual, targets)
+        actual = head_inputs(torch.bfloat16, CUDA)[:2]
+        hidden, weight = (x.requires_grad_() for x in actual)
+        values = loss(z_loss_multiplier=multiplier).build(backend)(hidden, weight, targets)
         assert values[1].item() == pytest.approx(z_loss.item(), rel=1e-3)
         values[0].backward()
         errors.append([((a.grad - b.grad).norm() / b.grad.norm()).item() for a, b in zip(actual, exact)])

@@ -92,14 +92,14 @@ class Causal(SDPAttention):
 
 @dataclass(frozen=True, kw_only=True)
 class Flex(SDPA, name="flex"):
-    """Compiled FlexAttention for document masks, sliding windows and context parallel; CUDA only. Without
-    masks, scaled_dot_product_attention runs."""
+    """Compiled FlexAttention for document masks, sliding windows and context parallel; CUDA only, for head
+    dims of at least 16. Without masks, scaled_dot_product_attention runs."""
 
     kept_ops: ClassVar[tuple[str, ...]] = ("flex_attention",)
 
     @classmethod
     def works_on(cls, needs: AttentionNeeds) -> bool:
-        return needs.device.type == "cuda"
+        return needs.device.type == "cuda" and min(needs.head_dim, needs.v_head_dim or 16) >= 16
 
     def build(self, needs: AttentionNeeds) -> AttentionBackend:
         super().build(needs)

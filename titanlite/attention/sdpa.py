@@ -104,11 +104,11 @@ class SDPA(AttentionBackend, name="sdpa"):
         if needs.masks and not self.works_on(needs):
             backends = (b for b in AttentionBackend.choices.values() if issubclass(b, SDPA))
             working = ", ".join(b.name for b in backends if b.name != "auto" and b.works_on(needs))
-            dtype = str(needs.dtype).removeprefix("torch.")
+            inputs = f"{str(needs.dtype).removeprefix('torch.')}, head_dim {needs.head_dim}"
             layout = " under context parallel" if needs.context_parallel else ""
             window = f" and a sliding window of {needs.window} tokens" if needs.has_effective_window else ""
             raise ConfigError(
-                f"{self.name!r} does not work on {needs.device.type} with {dtype}{window}{layout}; working "
+                f"{self.name!r} does not work on {needs.device.type} with {inputs}{window}{layout}; working "
                 f"backends: {working}",
                 "attention.backend",
             )

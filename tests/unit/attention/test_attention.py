@@ -155,13 +155,14 @@ def test_causal_without_a_mask() -> None:
 
 def needs(device: str, dtype: torch.dtype, **options: bool) -> AttentionNeeds:
     return AttentionNeeds(
-        device=torch.device(device), dtype=dtype, seq_len=64, n_heads=4, n_kv_heads=2, head_dim=8, **options
+        device=torch.device(device), dtype=dtype, seq_len=64, n_heads=4, n_kv_heads=2, head_dim=16, **options
     )
 
 
 @pytest.mark.parametrize("backend", [Flex, Varlen], ids=lambda backend: backend.name)
 def test_a_kernel_that_the_device_lacks_is_refused(backend: type[SDPA]) -> None:
-    with pytest.raises(ConfigError, match=r"does not work on cpu with float32; working backends: sdpa$") as e:
+    refused = r"does not work on cpu with float32, head_dim 16; working backends: sdpa$"
+    with pytest.raises(ConfigError, match=refused) as e:
         backend().build(needs("cpu", torch.float32, masks_documents=True))
     assert e.value.key == "attention.backend"
     assert backend().build(needs("cpu", torch.float32)).kernel(needs("cpu", torch.float32)) == "sdpa on cpu"
@@ -182,6 +183,13 @@ def test_the_kernel_that_auto_chooses(
     device: str, dtype: torch.dtype, options: dict[str, bool], chosen: str
 ) -> None:
     assert Auto().build(needs(device, dtype, **options)).name == chosen
+
+
+def test_flex_takes_no_small_heads() -> None:
+    masked = needs("cuda", torch.float32, masks_documents=True)
+    assert Flex.works_on(masked)
+    assert not Flex.works_on(replace(masked, head_dim=8))
+    assert not Flex.works_on(replace(masked, v_head_dim=8))
 
 
 @pytest.mark.parametrize(
@@ -208,8 +216,8 @@ def test_the_kernel_that_auto_chooses_for_a_window(
 def test_a_kernel_without_windows_is_refused(backend: type[SDPA]) -> None:
     run = replace(needs("cpu", torch.float32, context_parallel=True), window=16)
     message = (
-        f"'{backend.name}' does not work on cpu with float32 and a sliding window of 16 tokens under context "
-        "parallel; working backends: sdpa"
+        f"'{backend.name}' does not work on cpu with float32, head_dim 16 and a sliding window of 16 tokens "
+        "under context parallel; working backends: sdpa"
     )
     with pytest.raises(ConfigError) as e:
         backend().build(run)

@@ -132,7 +132,7 @@ def test_flex_makes_one_block_mask_per_micro_batch(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(flex, "_flex_attention", print)
     monkeypatch.setattr(flex, "_create_block_mask", counted)
     needs = AttentionNeeds(
-        device=torch.device("cuda"), dtype=torch.bfloat16, seq_len=64, n_heads=4, n_kv_heads=2, head_dim=8,
+        device=torch.device("cuda"), dtype=torch.bfloat16, seq_len=64, n_heads=4, n_kv_heads=2, head_dim=16,
         masks_documents=True, window=window,
     )  # fmt: skip
     backend = Flex().build(needs)
