@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.gpu import column, reference, run, trained
+from tests.support.jobs import ROOT
 from titanlite.attention.auto import Auto
 from titanlite.attention.base import AttentionNeeds
 from titanlite.attention.sdpa import SDPA
@@ -151,7 +152,8 @@ def test_profiles(tmp_path: Path, corpus: Path) -> None:
 def test_segments_are_expandable(tmp_path: Path, corpus: Path) -> None:
     """Also without the launcher, which sets it for its ranks."""
     profile = ["--profiling.enable_memory_snapshot", "--profiling.profile_freq=3", "--training.steps=3"]
-    for name, program in (("alone", [sys.executable, "-m", "titanlite.cli", "train"]), ("launched", None)):
+    alone, launched = [sys.executable, "-m", "titanlite.cli", "train"], [str(ROOT / "run_train.sh")]
+    for name, program in (("alone", alone), ("launched", launched)):
         trained(tmp_path, corpus, *profile, name=name, program=program)
         snapshot = pickle.loads((tmp_path / name / "profile/memory-step-3-rank-0.pickle").read_bytes())
         assert all(segment["is_expandable"] for segment in snapshot["segments"]), name
@@ -161,9 +163,11 @@ OUTLIERS = ["--guard.skip_sigma=6", "--guard.window=4", "--guard.min_window=2"]
 
 
 WATCH = """
+import warnings
 import torch
 from titanlite.parallel import clip
 torch.cuda.set_sync_debug_mode("warn")
+warnings.simplefilter("always")
 clip.GLOBAL_STEPS = 2
 """
 
@@ -181,7 +185,7 @@ def test_a_step_never_waits_for_the_device(tmp_path: Path, corpus: Path, keys: l
     def waits(steps: int, log_freq: int) -> int:
         log = trained(
             tmp_path, corpus, *watched, f"--training.steps={steps}", f"--metrics.log_freq={log_freq}",
-            name=f"{steps}-{log_freq}", PYTHONWARNINGS="always",
+            name=f"{steps}-{log_freq}",
         )  # fmt: skip
         said = [line for line in log.splitlines() if "called a synchronizing CUDA operation" in line]
         return sum("_inductor" not in line for line in said)  # which compiles in whichever run is first

@@ -11,12 +11,14 @@ from functools import cache
 from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from tests.support.jobs import ROOT, make_job, metrics_of, write_toml
+from tests.support.ranks import Ranks, leave, write_output_to
 from tests.support.runs import FOUR_MICRO_BATCHES
+from titanlite import cli
 
 
 def trained(
@@ -28,22 +30,35 @@ def trained(
     code: int = 0,
     **environment: str,
 ) -> str:
-    """The stderr of the base job, which must end with exit code `code`. Runs `program`, or run_train.sh.
-    Modules in `folder` can be imported."""
+    """The log of the base job, which must end with exit code `code`. Modules in `folder` can be imported.
+    Runs `program`, or `titanlite launch` on NGPU ranks in a copy of a process that has imported titanlite:
+    the imports take longer than the run."""
     folder.mkdir(parents=True, exist_ok=True)
     where = [f"--job.dump_folder={folder / name}", f"--data.cache_dir={corpus / 'cache'}"]
-    command = [
-        *(program or [str(ROOT / "run_train.sh")]),
-        str(write_toml(folder, corpus)),
-        *where,
-        FOUR_MICRO_BATCHES,
-        *overrides,
-    ]
-    path = f"{folder}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    env = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": path} | environment
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stderr
-    return done.stderr
+    job = [str(write_toml(folder, corpus)), *where, FOUR_MICRO_BATCHES, *overrides]
+    path = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {"PYTHON": sys.executable, "PYTHONPATH": path, **environment}
+    if program is None:
+        (log := folder / f"{name}.log").unlink(missing_ok=True)
+        words = ["titanlite", "launch", f"--nproc-per-node={environment.get('NGPU', '1')}", *job]
+        (returned,) = Ranks(1, _launch, words, folder, log, environment, gpus=True).exits()
+        text = log.read_text()
+    else:
+        done = subprocess.run(
+            [*program, *job], env=os.environ | environment, capture_output=True, text=True, check=False
+        )
+        returned, text = done.returncode, done.stderr
+    assert returned == code, text
+    return text
+
+
+def _launch(words: list[str], folder: Path, log: Path, environment: dict[str, str]) -> NoReturn:
+    """Run the program `titanlite` in this process, which ends with it. `words`: sys.argv."""
+    write_output_to(log)
+    os.environ.update(environment)
+    sys.path.insert(0, str(folder))
+    sys.argv = words
+    leave(cli.main())
 
 
 def run(folder: Path, corpus: Path, *overrides: str, ngpu: int = 1, name: str = "run") -> list[dict]:

@@ -33,12 +33,12 @@ CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
 
 
 class Ranks:
-    """One process per rank, which runs `function(*args)` and ends.
+    """One process per rank, which runs `function(*args)` and ends. It sees no GPU, unless `gpus` is true.
 
     The function must be importable by its name. Wait with `results` or `exits`: when one of them returns or
     raises, every rank has ended."""
 
-    def __init__(self, world_size: int, function: Callable[..., Any], *args: Any):
+    def __init__(self, world_size: int, function: Callable[..., Any], *args: Any, gpus: bool = False):
         name = getattr(function, "__qualname__", "")
         assert "<" not in name, f"{name} is inside another function: ranks import theirs by its name"
         self._folder = tempfile.TemporaryDirectory(prefix="titanlite-ranks-")
@@ -48,7 +48,8 @@ class Ranks:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             group = (rank, world_size, f"file://{self._folder.name}/store")
-            process = context.Process(target=_rank, args=(theirs, group, dict(os.environ), function, args))
+            environment = os.environ | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
+            process = context.Process(target=_rank, args=(theirs, group, environment, function, args))
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -185,7 +186,7 @@ def _rank(
     import torch.distributed as dist
 
     os.environ.clear()  # the server's is that of its start
-    os.environ.update(environment, CUDA_VISIBLE_DEVICES="")
+    os.environ.update(environment)
     faulthandler.enable()  # says where a rank was that is ended by a signal such as SIGSEGV
     signal.alarm(2 * TIMEOUT_S)  # if the test process was killed and nobody waits
     multiprocessing.set_start_method(None, force=True)  # the loader's workers start as in any run
