@@ -168,6 +168,36 @@ def test_a_key_that_is_wrong_does_not_load(tmp_path):
         load(path)
 
 
+@pytest.mark.parametrize(
+    "switch",
+    [
+        ["--tokenizer.name=bytes"],
+        ["--tokenizer={name='bytes'}"],
+        ["--tokenizer.name=huggingface", "--tokenizer.path=DIR"],
+        ["--tokenizer.name=sentencepiece", "--tokenizer.path=FILE"],
+        ["--model.name=huggingface", "--model.path=DIR"],
+        ["--lr_scheduler.name=piecewise", "--lr_scheduler.points=[[0, 1.0], [9, 0.5]]"],
+        ["--data.sources.0.name=python_stdlib"],
+        ["--optimizer.name=muon"],
+    ],
+)
+def test_the_command_line_may_choose_another_component_than_a_shipped_configuration(switch):
+    for path in CONFIGS:
+        tree, locator = toml.read(path, switch)
+        toml.check(schema.table("job"), tree, locator)
+
+
+def test_the_record_of_a_job_with_another_component_reads_back_equal(tmp_path, capsys):
+    job = load_job("debug", ["--tokenizer.name=bytes"])
+    left_out = "tokenizer.path: left out: tokenizer 'bytes', chosen on the command line, has no such key"
+    assert re.fullmatch(rf"titanlite: \S+debug\.toml:16: {left_out}\n", capsys.readouterr().err)
+    recorded = tmp_path / "job.toml"
+    recorded.write_text(toml.dump(job), encoding="utf-8")
+    assert job.tokenizer.name == "bytes"
+    assert load_job(recorded) == job
+    assert not capsys.readouterr().err
+
+
 def test_the_table_of_keys_is_that_of_the_classes():
     assert schema.FILE.read_text(encoding="utf-8") == described(), f"{schema.FILE} is old; run: {UPDATE}"
 

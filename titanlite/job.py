@@ -46,6 +46,7 @@ from titanlite.data.step_sizes import StepSizes
 from titanlite.data.stream_sequences import check_streamed_run
 from titanlite.evaluate import Validation
 from titanlite.generate import Generation
+from titanlite.log import tell
 from titanlite.losses import ChunkedCrossEntropy, Loss
 from titanlite.mesh import Parallelism
 from titanlite.metrics.guard import Guard
@@ -66,6 +67,7 @@ from titanlite.parallel.float8 import Float8
 from titanlite.parallel.pipeline_parallel import check_pipeline_parallel
 from titanlite.planning.planned import PlannedRun
 from titanlite.planning.sharding import parameters_of
+from titanlite.runtime import environment
 from titanlite.runtime.process_group import Comm
 from titanlite.runtime.training import BatchLayout, Training
 from titanlite.stages import (
@@ -336,6 +338,9 @@ def load_job(
         tree["job"] = {**section, "dump_folder": str(folder)}
     import_components(tree, locator, allow_imports)
     job = toml.build(Job, tree, locator)
+    if environment.launcher_pid() is None:  # the launcher tells it for its ranks
+        for line in locator.left_out:
+            tell(line)
     try:
         if world_size is not None:
             job.check(world_size)

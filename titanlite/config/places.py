@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from titanlite.config.component import ConfigError
 
@@ -25,15 +27,27 @@ def keys_of(text: str) -> Iterator[tuple[str, int]]:
 
 
 class Locator:
-    """Finds the place of a dotted key: `file.toml:12`, or the command-line argument that set it."""
+    """Finds the place of a dotted key: `file.toml:12`, or the command-line argument that set it.
 
-    def __init__(self, path: str, text: str):
-        self.path, self.overridden = path, set[str]()
-        self._lines = dict(keys_of(text))
+    `left_out`: lines on the keys of the file that were left out, because the command line chose a component
+    without them."""
+
+    def __init__(self, path: str, text: str, tree: Mapping[str, Any] | None = None):
+        self.path, self.overridden, self.left_out = path, set[str](), list[str]()
+        self._lines, self._tree = dict(keys_of(text)), copy.deepcopy(tree or {})
 
     def overrides(self, key: str) -> bool:
         """Return whether the command line sets a dotted key, or a key inside it."""
         return any(f"{o}.".startswith(f"{key}.") for o in self.overridden)
+
+    def table_in_file(self, key: str) -> dict[str, Any]:
+        """Return the table of a dotted key as the file has it; an empty one if the file has none."""
+        node: Any = self._tree
+        for name in key.split("."):
+            if isinstance(node, list):
+                node = dict(zip(map(str, range(len(node))), node))
+            node = node.get(name) if isinstance(node, dict) else None
+        return node if isinstance(node, dict) else {}
 
     def located(self, error: ConfigError) -> ConfigError:
         """Return the error with the place of its key in front."""

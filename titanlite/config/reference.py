@@ -26,6 +26,7 @@ counts. Forms of the command line:
 | `--section.key.0=a` | an entry of a list; the number after the last entry adds an entry |
 | `--data.sources.0.key=value` | a key of the first `[[data.sources]]` |
 | `--section='{ key = value }'` | a table, merged into the section; quoted keys may contain dots |
+| `--section.name=other` | another component; keys of the file that it lacks are left out, and named |
 
 The type "int or amount" takes a number of steps, or an amount of training as text, such as `"250B tokens"`,
 `"1.5 epochs"` or `"20 tokens/parameter"`: [howto.md](howto.md#count-in-tokens-or-epochs).

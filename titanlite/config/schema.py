@@ -25,6 +25,7 @@ import tomli_w
 from titanlite.config.amount import FORM, Amount, step_count
 from titanlite.config.component import Component, ConfigError, full_name, suggest
 from titanlite.config.overrides import Bare, Word, listed, plain
+from titanlite.config.places import Locator
 
 FILE = Path(__file__).with_name("schema.json")
 IMPORTS = ("job", "imports")  # section and key that name modules to import; top-level key for `prepare`
@@ -161,12 +162,15 @@ def field_docs(cls: type) -> dict[str, str]:
 # ---- checking
 
 
-def convert(node: Node, tree: Any, choices_follow: bool = False) -> tuple[Any, list[ConfigError]]:
+def convert(
+    node: Node, tree: Any, choices_follow: bool = False, locator: Locator | None = None
+) -> tuple[Any, list[ConfigError]]:
     """Return a tree with its values converted to the schema's types, and all errors in it.
 
     `choices_follow`: modules that are imported later may add choices, so tables of choices are not checked.
+    `locator`: says which values are the file's; those that are left out are added to its `left_out`.
     """
-    conversion = _Conversion(node, choices_follow)
+    conversion = _Conversion(node, choices_follow, locator or Locator("", ""))
     return conversion.value(node, tree, ""), conversion.errors
 
 
@@ -178,9 +182,9 @@ def imports_of(tree: dict[str, Any]) -> tuple[str, Any]:
 
 
 class _Conversion:
-    def __init__(self, root: Node, choices_follow: bool):
+    def __init__(self, root: Node, choices_follow: bool, locator: Locator):
         self.errors: list[ConfigError] = []
-        self._root, self._choices_follow = root, choices_follow
+        self._root, self._choices_follow, self._locator = root, choices_follow, locator
 
     def value(self, node: Node, value: Any, key: str) -> Any:
         """Return the converted value; after an error any value."""
@@ -264,12 +268,25 @@ class _Conversion:
             where = f"{key}.{k}" if key else k
             if k in keys:
                 made[k] = self.value(keys[k], v, where)
+            elif self._is_of_replaced(node, key, k):
+                text = f"left out: {node['kind']} {name!r}, chosen on the command line, has no such key"
+                self._locator.left_out.append(str(self._locator.located(ConfigError(text, where))))
             else:
                 self._complain(f"unknown key {k!r}{self._hint(k, where, node, keys)}", where)
         for k, inner in keys.items():
             if k not in tree and inner.get("required"):
                 self._complain(f"missing required key {k!r}", key)
         return made
+
+    def _is_of_replaced(self, node: Node, key: str, unknown: str) -> bool:
+        """Whether the file gives the unknown key to a component that the command line replaced by another. A
+        key that the replaced component does not have either is a typing error."""
+        overrides, picked_by = self._locator.overrides, node.get("key", "name")
+        if node["type"] != "choice" or not overrides(f"{key}.{picked_by}") or overrides(f"{key}.{unknown}"):
+            return False
+        table = self._locator.table_in_file(key)
+        replaced = node["choices"].get(str(table.get(picked_by, node.get("default"))))
+        return unknown in table and (replaced is None or unknown in replaced["keys"])
 
     def _hint(self, unknown: str, where: str, node: Node, keys: Collection[str]) -> str:
         """What to write instead of an unknown key of a table, or of a choice with `keys`."""

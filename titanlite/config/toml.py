@@ -47,7 +47,7 @@ def read(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[dict[s
         tree = parse(text)
     except ValueError as e:
         raise syntax_error(path, str(e)) from None
-    locator = Locator("command line" if path is None else str(path), text)
+    locator = Locator("command line" if path is None else str(path), text, tree)
     for key, value in split_overrides(overrides):
         locator.overridden.update(put(tree, key, value))
     return tree, locator
@@ -56,7 +56,7 @@ def read(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[dict[s
 def check(table: Node, tree: dict[str, Any], locator: Locator) -> None:
     """Raise ConfigError for all errors of a tree against a schema, before any class is imported. Choices that
     the tree's imports may add are checked by `build`."""
-    _, errors = convert(table, tree, choices_follow=bool(imports_of(tree)[1]))
+    _, errors = convert(table, tree, bool(imports_of(tree)[1]), locator)
     if errors:
         raise locator.all_located(errors)
 
@@ -72,7 +72,7 @@ def parse(text: str) -> dict[str, Any]:
 def build(schema: type[T], tree: dict[str, Any], locator: Locator) -> T:
     """Return `tree` as an object of the class `schema`. Raises ConfigError; every error is prefixed with file
     and line, or with the override at fault."""
-    converted, errors = convert(describe(schema), tree)
+    converted, errors = convert(describe(schema), tree, locator=locator)
     made = None if errors else _make(schema, converted, "", errors)
     if errors:
         raise locator.all_located(errors)

@@ -27,6 +27,7 @@ from titanlite.config.imports import import_components
 from titanlite.config.overrides import split_words
 from titanlite.config.paths import check_writable
 from titanlite.data.shards import TokenShards
+from titanlite.log import tell
 from titanlite.prepare.corpus import find_files
 from titanlite.prepare.hub import PREFIX, HubSplit, hub_files
 from titanlite.prepare.pipeline import prepare, prepared_record, work_folder
@@ -81,6 +82,8 @@ def main(argv: Sequence[str]) -> int:
         tree["input"] = words
     import_components(tree, locator, allowed=True)
     job = toml.build(Prepare, tree, locator)
+    for line in locator.left_out:
+        tell(line)
     output = Path(job.output)
     try:
         options = PrepareOptions(**{f.name: getattr(job, f.name) for f in dataclasses.fields(PrepareOptions)})

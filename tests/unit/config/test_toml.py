@@ -284,6 +284,39 @@ def test_a_table_of_a_list_on_the_command_line_is_toml(load):
     assert load(text, '--herd.0={ name = "cat", color = "blue" }').herd == [Cat(color="blue")]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--pet.name=dog", "--herd.1.name=dog"],
+        ["--pet={name='dog'}", "--herd.1={name='dog'}"],
+        ["--pet.name=cat", "--pet.name=dog", "--herd.1.name=dog", "--herd.1.legs=4"],
+    ],
+)
+def test_a_component_chosen_on_the_command_line_leaves_out_the_files_keys(tmp_path, arguments):
+    path = tmp_path / "farm.toml"
+    path.write_text(PET + "legs = 3\n" + '[[herd]]\nname = "dog"\n[[herd]]\nname = "cat"\ncolor = "blue"\n')
+    tree, locator = toml.read(path, arguments)
+    farm = toml.build(Farm, tree, locator)
+    assert farm == Farm(pet=Dog(legs=3), herd=[Dog(), Dog()])
+    left_out = "left out: pet 'dog', chosen on the command line, has no such key"
+    assert locator.left_out == [f"{path}:3: pet.color: {left_out}", f"{path}:9: herd.1.color: {left_out}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "farm.toml:4: pet.colour: unknown key 'colour'"),
+        (["--pet.name=cat"], "farm.toml:4: pet.colour: unknown key 'colour'"),  # as in the file
+        (["--pet.name=dog"], "farm.toml:4: pet.colour: unknown key 'colour'"),  # the cat has none, either
+        (["--pet.name=dog", "--pet.color=red"], "command line, --pet.color: unknown key 'color'"),
+        (["--pet={name='dog', color='red'}"], "command line, --pet.color: unknown key 'color'"),
+    ],
+)
+def test_other_unknown_keys_of_a_component_are_refused(complaint, arguments, message):
+    text = PET if "color" in message else PET + "colour = 1\n"
+    assert message in complaint(text, *arguments)
+
+
 def test_without_a_file_everything_may_come_from_the_command_line():
     farm = toml.build(Farm, *toml.read(None, ["--pet.name=cat", "--pet.color=red"]))
     assert farm == Farm(pet=Cat(color="red"))
