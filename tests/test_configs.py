@@ -198,6 +198,36 @@ def test_the_record_of_a_job_with_another_component_reads_back_equal(tmp_path, c
     assert not capsys.readouterr().err
 
 
+def test_a_leading_tilde_of_every_key_that_names_a_path_is_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    overrides = [
+        "--job.dump_folder=~/runs/x", "--data.cache_dir=~", "--checkpoint.initial_load_path=~/model",
+        "--tokenizer.path=~/my.tiktoken", "--data.sources=[{name='text', path=['~/a', 'b/~']}]",
+        "--compile.cache_dir=./~",
+    ]  # fmt: skip
+    job = load_job("debug", overrides, world_size=None)
+    assert (job.job.dump_folder, job.data.cache_dir) == ("/home/ada/runs/x", "/home/ada")
+    assert (job.checkpoint.initial_load_path, job.compile.cache_dir) == ("/home/ada/model", "./~")
+    assert job.tokenizer.path == "/home/ada/my.tiktoken"
+    assert job.data.sources[0].path == ["/home/ada/a", "b/~"]
+    with pytest.raises(ConfigError, match=r"^command line, --job.dump_folder: '~nobody-here/x': the home"):
+        load_job("debug", ["--job.dump_folder=~nobody-here/x"])
+
+
+def test_every_key_that_names_a_path_has_the_type_path():
+    with shipped_choices():
+        keys = {
+            (f"{section.path}.{key.name}", key.type)
+            for classes in SCHEMAS.values()
+            for section in reference.sections(schema.describe(classes, docs=True))
+            for key in section.keys
+        }
+    named = re.compile(r"(path|folder|dir|file|template|input|output)$")
+    paths = {(name, kind) for name, kind in keys if named.search(name)}
+    assert len(paths) > 10
+    assert {kind for _, kind in paths} == {"path", "list[path]"}
+
+
 def test_the_table_of_keys_is_that_of_the_classes():
     assert schema.FILE.read_text(encoding="utf-8") == described(), f"{schema.FILE} is old; run: {UPDATE}"
 

@@ -38,7 +38,7 @@ from titanlite.config import toml
 from titanlite.config.amount import Amount, Conversion
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import import_components
-from titanlite.config.paths import check_name, check_writable
+from titanlite.config.paths import PathText, check_name, check_writable
 from titanlite.config.resolve import amounts, resolve
 from titanlite.data.dataset import Data
 from titanlite.data.sources import short_names
@@ -87,7 +87,7 @@ from titanlite.tokenizers.tiktoken import Tiktoken
 class JobInfo:
     """The run folder, a description of the run, and modules to import."""
 
-    dump_folder: str = "outputs"
+    dump_folder: PathText = "outputs"
     """The run folder, for metrics, samples and checkpoints. Each run needs its own folder."""
     description: str = ""
     """Free text for readers of the file; titanlite does not use it."""

@@ -15,6 +15,7 @@ from typing import Any
 from titanlite.config.amount import SUFFIXES, Amount
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS
+from titanlite.config.paths import expand_home
 
 DTYPES = ("float32", "bfloat16", "float16")  # dtypes of exported weights; as in interop/export.py
 BASE = "the directory of the base model of adapters ([lora]), if it has moved"
@@ -30,7 +31,9 @@ class Options(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
 
     def add(self, *names: str, **kwargs: Any) -> None:
-        """Add an argument as `add_argument` does."""
+        """Add an argument as `add_argument` does. For a Path, a leading `~` is expanded."""
+        if kwargs.get("type") is Path:
+            kwargs["type"] = _path
         self._known |= {name.replace("-", "_"): name for name in names if name.startswith("--")}
         self.add_argument(*names, **kwargs)
 
@@ -59,6 +62,13 @@ class Options(argparse.ArgumentParser):
     def _spelled(self, word: str) -> str:
         name, equals, value = word.partition("=")
         return self._known.get(name.replace("-", "_"), name) + equals + value
+
+
+def _path(text: str) -> Path:
+    try:
+        return Path(expand_home(text))
+    except ConfigError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
 
 
 def add_launch(options: Options) -> None:

@@ -124,6 +124,7 @@ def test_a_verb_alone_is_a_mistake_that_shows_its_usage(run, verb):
         ),
         (["generate", "x", "y"], "unknown argument 'y'; see `titanlite generate --help`"),
         (["generate", "x", "--max_new_tokens=many"], "argument --max-new-tokens: invalid int value: 'many'"),
+        (["export", "x", "~no-one/y"], "argument target: '~no-one/y': the home folder ~no-one is not known"),
         (["export", "x"], "the following arguments are required: target; see `titanlite export --help`"),
         (["config", DEBUG, "--rank", "8"], "unknown option '--rank'; did you mean '--ranks'? (known: --"),
         (["config", DEBUG, "--allow_import"], "unknown option '--allow_import'; did you mean '--allow-"),
@@ -143,6 +144,16 @@ def test_a_verb_alone_is_a_mistake_that_shows_its_usage(run, verb):
 )  # fmt: skip
 def test_mistakes_in_options_are_told_in_one_line(run, argv, message):
     assert complaint_of(run(*argv)).startswith(message)
+
+
+def test_a_leading_tilde_of_an_option_is_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    options = parser("export").read(["~/run", "./~", "--base=~"])
+    assert [options.path, options.target, options.base] == [
+        Path("/home/ada/run"),
+        Path("~"),
+        Path("/home/ada"),
+    ]
 
 
 def test_options_are_spelled_with_dashes_or_underscores():

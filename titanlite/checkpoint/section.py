@@ -8,6 +8,7 @@ from typing import Literal
 
 from titanlite.config.amount import Interval, MultipleOfInterval, is_multiple
 from titanlite.config.component import ConfigError, check_at_least
+from titanlite.config.paths import PathText
 
 EXPORTS = "hf"  # folder of the exports, below the run folder
 
@@ -18,7 +19,7 @@ class Checkpoint:
 
     enable: bool = True
     """Save checkpoints and resume from them."""
-    folder: str = "checkpoint"
+    folder: PathText = "checkpoint"
     """Folder of the checkpoints, below job.dump_folder."""
     interval: Interval = 500
     """Steps between saves; the last step is always saved."""
@@ -45,7 +46,7 @@ class Checkpoint:
     on_save_error: Literal["continue", "stop"] = "continue"
     """The reaction to a failed save, for example on a full disk. `continue`: train on, and stop after the
     third failed save in a row. `stop`: stop at once."""
-    initial_load_path: str = ""
+    initial_load_path: PathText = ""
     """Directory with the weights that a new run starts from: a Hugging Face model, a titanlite checkpoint or
     run, a torchtitan DCP checkpoint, or Meta's `consolidated.*.pth`. A run that resumes does not use it,
     unless it trains adapters ([lora])."""

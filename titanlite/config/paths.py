@@ -1,11 +1,27 @@
-"""Checks paths that a configuration or a command line names, without creating anything."""
+"""Expands and checks paths that a configuration or a command line names, without creating anything."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated
 
 from titanlite.config.component import ConfigError
+
+IS_PATH = "path"
+PathText = Annotated[str, IS_PATH]  # the type of a key that names a file or folder; `~` is expanded
+
+
+def expand_home(path: str) -> str:
+    """Return a path with the home folder for a leading `~` or `~user`. Raises ConfigError, without a key, if
+    there is no such folder."""
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        name = path.partition("/")[0]
+        raise ConfigError(
+            f"{path!r}: the home folder {name} is not known; for a file of that name write ./{name}"
+        )
+    return expanded
 
 
 def check_name(path: str, key: str) -> None:

@@ -31,6 +31,10 @@ counts. Forms of the command line:
 The type "int or amount" takes a number of steps, or an amount of training as text, such as `"250B tokens"`,
 `"1.5 epochs"` or `"20 tokens/parameter"`: [howto.md](howto.md#count-in-tokens-or-epochs).
 
+The type "path" takes a file or folder as text, relative to the current directory. A leading `~` or `~user` is
+that user's home folder. Variables such as `$HOME` are not expanded in a file; on the command line the shell
+expands them.
+
 `titanlite train --help SECTION` prints the keys of one section. `titanlite train CONFIG.toml --help SECTION`
 includes the components that the file imports.
 
@@ -127,7 +131,8 @@ def _type_name(node: Node) -> str:
         items = ", ".join([item] * node["length"]) if "length" in node else f"{item}, ..."
         name = {"list": f"list[{item}]", "tuple": f"tuple[{items}]", "dict": f"dict[str, {item}]"}[kind]
     else:
-        name = "Any" if kind == "any" else f"{kind} or amount" if node.get("amount") else kind
+        name = "Any" if kind == "any" else "path" if node.get("path") else kind
+        name += " or amount" * node.get("amount", False)
     return f"{name} | None" if node.get("optional") else name
 
 

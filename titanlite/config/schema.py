@@ -25,6 +25,7 @@ import tomli_w
 from titanlite.config.amount import FORM, Amount, step_count
 from titanlite.config.component import Component, ConfigError, full_name, suggest
 from titanlite.config.overrides import Bare, Word, listed, plain
+from titanlite.config.paths import IS_PATH, expand_home
 from titanlite.config.places import Locator
 
 FILE = Path(__file__).with_name("schema.json")
@@ -48,6 +49,7 @@ class Node(TypedDict, total=False):
     default: str  # as TOML; for a choice: the name of the default choice
     optional: bool  # may be None, which TOML cannot express
     amount: bool  # for an int or float: may be an amount of training
+    path: bool  # for a str: names a file or folder, and a leading `~` is expanded
     values: list[Any]  # for a literal
     items: Node  # for a list, tuple or dict
     length: int  # for a tuple of fixed length
@@ -103,7 +105,11 @@ def _node(hint: Any, docs: bool) -> Node:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         node: Node = _node(args[0], docs)
-        return {**node, "amount": True} if step_count(hint) else node
+        if step_count(hint):
+            node["amount"] = True
+        if IS_PATH in args:
+            node["path"] = True
+        return node
     if origin in (Union, types.UnionType) and len(set(args) - {type(None)}) == 1:
         (inner,) = set(args) - {type(None)}
         return {**_node(inner, docs), "optional": True}
@@ -217,7 +223,16 @@ class _Conversion:
             return float(value)
         if SCALARS.get(type(value)) != kind:  # bool is not int, "8" is not 8
             self._complain(f"expected {_expected(node)}, got {value!r}", key)
+        elif node.get("path"):
+            return self._path(value, key)
         return value
+
+    def _path(self, text: str, key: str) -> str:
+        try:
+            return expand_home(text)
+        except ConfigError as e:
+            self._complain(str(e), key)
+            return text
 
     def _amount(self, node: Node, text: str, key: str) -> Amount | int:
         """Return the amount of a text, or the number of an amount in steps; after an error any number."""

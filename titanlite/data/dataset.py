@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from titanlite.config.component import ConfigError, check_at_least, keys_in
+from titanlite.config.paths import PathText
 from titanlite.data.batch import Batch
 from titanlite.data.held_out import HeldOut, HeldOutSource, ValidationSequences, read
 from titanlite.data.order import MIXING_BLOCK, Mixture, key_of, permute, quotas
@@ -51,7 +52,7 @@ class Data:
     num_workers: int = 2
     """Loader processes per rank; 0 loads in the training process. The data order does not depend on it,
     except that of a stream."""
-    cache_dir: str = "outputs/cache"
+    cache_dir: PathText = "outputs/cache"
     """Folder for the tokens of sources that tokenise on first use, and for packing indices."""
     verify: Literal["sizes", "full"] = "sizes"
     """Check of the shards at start: `sizes` compares file sizes, `full` the SHA-256 of every file."""

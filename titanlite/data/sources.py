@@ -22,6 +22,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from titanlite.config.component import Component, ConfigError, label
+from titanlite.config.paths import PathText
 from titanlite.data.megatron import MegatronTokens
 from titanlite.data.sharded_tokens import ShardedTokens
 from titanlite.data.shards import TokenShards
@@ -134,7 +135,7 @@ def short_names(sources: Sequence[Source]) -> list[str]:
 class Tokens(Source, name="tokens"):
     """A dataset directory made by `titanlite prepare` or by `write_shards`."""
 
-    path: str
+    path: PathText
     """The dataset directory, which holds dataset.json."""
 
     def check(self, tokenizer: Tokenizer) -> bool:
@@ -165,7 +166,7 @@ class Megatron(Source, name="megatron"):
     """Files of Megatron-LM's `preprocess_data.py`, read in place: `PREFIX.bin` and `PREFIX.idx`. Tokens are
     read as they are, so the files decide which special tokens frame a document."""
 
-    path: list[str]
+    path: list[PathText]
     """Prefixes: paths without `.bin` and `.idx`. Several prefixes are one source, in this order."""
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import read_object
+from titanlite.config.paths import PathText
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.decoder import ROPE_FIELDS, RotaryConfig
 
@@ -231,7 +232,7 @@ class HuggingFace(ModelFamily, name="huggingface"):
 
     flavor: ClassVar[str] = ""  # type: ignore[misc]  # no key: config.json decides it
     origin: ClassVar[str] = ""  # type: ignore[misc]  # no key: the path
-    path: str
+    path: PathText
     """Hugging Face directory with a config.json. Its weights are read by checkpoint.initial_load_path, its
     tokenizer by tokenizer.name = "huggingface"."""
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from titanlite.config.component import ConfigError, suggest
+from titanlite.config.paths import PathText
 from titanlite.log import logger
 from titanlite.models.base import Decoder
 from titanlite.models.moe import MoE, moe_layers_of
@@ -39,7 +40,7 @@ class Compile:
     without experts and without document masks. Activations and gradients of a micro-batch stay reserved, and
     steps with a detailed report, which run without graphs, need memory for their own. Of the memory metrics,
     memory/peak_reserved_gib counts all."""
-    cache_dir: str = ""
+    cache_dir: PathText = ""
     """Folder in which compiled code is kept for later starts. It must belong to you alone, and must not be in
     the run folder, because the code is executed. Empty: `titanlite/compile` in your cache folder
     (`$XDG_CACHE_HOME`, otherwise `~/.cache`), or `$TORCHINDUCTOR_CACHE_DIR` if you have set it."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from titanlite.config.component import ConfigError, check_at_least, full_name
 from titanlite.config.json_file import read_object
+from titanlite.config.paths import PathText
 from titanlite.data.shards import TokenShards
 from titanlite.data.sources import Source
 from titanlite.log import logger
@@ -74,7 +75,7 @@ class Text(Limits, CachedSource, name="text"):
     .parquet files one per row; any other file is one document. For more than a few gigabytes run `titanlite
     prepare` first."""
 
-    path: list[str]
+    path: list[PathText]
     """Files, directories (of which .txt, .jsonl, .ndjson, .json and .parquet files are read, also compressed)
     and globs."""
     field: str = "text"
@@ -107,7 +108,7 @@ class Chat(Limits, CachedSource, name="chat"):
     ShareGPT's `conversations` with `from` and `value`. The tokenizer's chat template renders them, and only
     the assistant's tokens count in the loss."""
 
-    path: list[str]
+    path: list[PathText]
     """Files, directories and globs of .jsonl, .ndjson, .json (also compressed) and .parquet files."""
     max_tokens: int = 0
     """Leave out conversations of more than this many tokens, and log how many; 0: none. A conversation of

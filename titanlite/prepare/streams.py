@@ -20,6 +20,7 @@ from typing import Any
 from titanlite.config import toml
 from titanlite.config.component import Component, ConfigError, check_at_least, keys_in
 from titanlite.config.json_file import expect, load_object
+from titanlite.config.paths import PathText
 from titanlite.files import named, sync, write_atomically
 from titanlite.log import logger
 from titanlite.prepare.hub import COMMIT, HubSplit, commit_of, data_files, hub_errors, open_builder
@@ -74,7 +75,7 @@ class HuggingFace(HubSplit, DocumentStream, name="huggingface"):
     such as Parquet, JSON, CSV, Arrow and the .tar files of WebDataset. A preparation keeps only the texts on
     disk, a run nothing."""
 
-    path: str
+    path: PathText
     """Name on the hub, or a directory with a dataset's files."""
 
     @cached_property

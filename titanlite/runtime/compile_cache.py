@@ -34,7 +34,7 @@ def use_compile_cache(cache_dir: str, device: torch.device, run_folder: Path) ->
     _tag_with_definitions()
     if not cache_dir and compile_cache_of_user():
         return
-    folder = Path(cache_dir).expanduser() if cache_dir else user_cache() / "titanlite" / "compile"
+    folder = Path(cache_dir) if cache_dir else user_cache() / "titanlite" / "compile"
     if cache_dir and folder.resolve().is_relative_to(run_folder.resolve()):
         raise ConfigError(
             f"{folder} is in the run folder {run_folder}: who copies the run would execute the code in it",

@@ -9,6 +9,7 @@ from typing import Any
 
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.config.json_file import expect, parse
+from titanlite.config.paths import PathText
 from titanlite.files import read_regular
 
 KEY = "validation.tasks"
@@ -20,7 +21,7 @@ class Task:
 
     name: str
     """Name in the metrics, such as `tasks/NAME/acc`: letters, digits, `_`, `-` and `.`."""
-    path: str
+    path: PathText
     """JSON Lines file, relative to the current directory. A multiple-choice task has lines `{"context":
     "...", "choices": ["...", "..."], "answer": 0}`, a cloze task `{"context": "...", "continuation":
     "..."}`. Contexts include few-shot examples and instructions, if any."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json, read_object
+from titanlite.config.paths import PathText
 from titanlite.files import is_inside
 from titanlite.tokenizers import pieces
 from titanlite.tokenizers.base import Tokenizer, TokenizerConfig, read_bytes
@@ -33,7 +34,7 @@ class HuggingFace(TokenizerConfig, name="huggingface"):
     """A tokenizer.json with byte-level BPE, such as Llama 3's and Qwen's, or with BPE or Unigram and byte
     fallback, such as Llama 2's, Mistral's and Gemma's."""
 
-    path: str
+    path: PathText
     """tokenizer.json, or the directory that holds it."""
     bos: str = ""
     """Token at the start of a document; empty: bos_token in the tokenizer_config.json beside the file, or EOS
@@ -42,7 +43,7 @@ class HuggingFace(TokenizerConfig, name="huggingface"):
     """Token at the end of a document; empty: eos_token in the tokenizer_config.json beside the file."""
     special_tokens_in_text: bool = False
     """Encode the names of special tokens in a document as these tokens; otherwise they are plain text."""
-    chat_template: str = ""
+    chat_template: PathText = ""
     """File with the Jinja template of conversations, in which `{% generation %}` and `{% endgeneration %}`
     mark the assistant's text; empty: chat_template.jinja or tokenizer_config.json beside the file."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json
+from titanlite.config.paths import PathText
 from titanlite.tokenizers.base import read_bytes
 from titanlite.tokenizers.huggingface import HuggingFace, HuggingFaceTokenizer
 from titanlite.tokenizers.sentencepiece_model import SentencePieceModel, as_tokenizer_json, read_model
@@ -21,7 +22,7 @@ class SentencePiece(HuggingFace, name="sentencepiece"):
     """SentencePiece's tokenizer.model (BPE or Unigram with byte fallback), such as Llama 2's, or a file that
     SentencePiece's trainer wrote."""
 
-    path: str
+    path: PathText
     """tokenizer.model, or the directory that holds it."""
     bos: str = ""
     """Token at the start of a document; empty: the model's BOS, or EOS if it has none."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.component import ConfigError
+from titanlite.config.paths import PathText
 from titanlite.tokenizers.base import BOS, EOS, Tokenizer, TokenizerConfig, read_bytes
 from titanlite.tokenizers.tokenizer_json import LONGEST_RUN, byte_level_files
 
@@ -29,7 +30,7 @@ class Tiktoken(TokenizerConfig, name="tiktoken"):
     """Byte-level BPE in tiktoken's file format, such as Llama 3's `tokenizer.model` and files that
     `titanlite tokenizer train` writes."""
 
-    path: str = "assets/tokenizer/stdlib.tiktoken"
+    path: PathText = "assets/tokenizer/stdlib.tiktoken"
     """File with a line `<base64 token> <rank>` per token, relative to the current directory. The default is a
     small tokenizer that is installed with titanlite and found from any directory."""
     pattern: str = LLAMA3_PATTERN

@@ -42,6 +42,7 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.overrides import split_words
+from titanlite.config.paths import PathText
 from titanlite.data.dataset import SequenceDataset, numbered
 from titanlite.data.megatron import Content, MegatronFile, MegatronTokens
 from titanlite.data.packing import PACKINGS, PackedSequences
@@ -64,14 +65,14 @@ class Verify:
     """The key of `titanlite data verify` on the command line. `cache_dir`: of the runs that use Megatron's
     files; empty: outputs/cache, if it is there."""
 
-    cache_dir: str = ""
+    cache_dir: PathText = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Show:
     """The keys of `titanlite data show DATASET` on the command line."""
 
-    cache_dir: str = CACHE_DIR
+    cache_dir: PathText = CACHE_DIR
     seq_len: int = 2048
     packing: Literal["chunk", "best_fit"] = "chunk"
     tokenizer: TokenizerConfig = field(default_factory=Tiktoken)

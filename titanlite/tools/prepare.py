@@ -25,7 +25,7 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.config.imports import import_components
 from titanlite.config.overrides import split_words
-from titanlite.config.paths import check_writable
+from titanlite.config.paths import PathText, check_writable
 from titanlite.data.shards import TokenShards
 from titanlite.log import tell
 from titanlite.prepare.corpus import find_files
@@ -42,12 +42,12 @@ from titanlite.tokenizers.tiktoken import Tiktoken
 class Prepare(HubSplit, PrepareOptions):
     """Settings of a preparation. Every key may be in the TOML file or on the command line."""
 
-    input: list[str] = dataclasses.field(default_factory=list)
+    input: list[PathText] = dataclasses.field(default_factory=list)
     """Files, directories (of which .txt, .jsonl, .ndjson, .json and .parquet files are read, also
     compressed), globs, and `hf:NAME`: the files of a dataset on the Hugging Face hub, or of a directory laid
     out like one."""
     from_stream: DocumentStream | None = None
-    output: str = ""
+    output: PathText = ""
     """The dataset directory to make. It appears when it is complete."""
     num_processes: int = 0
     """Number of processes; 0: one per core. Does not change the result."""
