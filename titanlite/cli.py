@@ -92,10 +92,12 @@ def exit_code(error: Exception) -> int:
 
 
 def _dispatch(argv: Sequence[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or argv[0] in ("-h", "--help") or list(argv) == ["help"]:
         print(commands.overview())
         return 0 if argv else 2
-    if argv[0] == "--version":
+    if argv[0] == "help" and len(argv) > 1:
+        argv = [argv[1], "--help", *argv[2:]]
+    if argv[0] in ("-V", "--version"):
         print(commands.version())
         return 0
     environment.set_thread_defaults()

@@ -37,18 +37,17 @@ from titanlite.options import (
     add_tune,
 )
 
-KEYS = """
-Precedence: command line, then file, then defaults; of several values for one key the last counts.
---section.key sets true, --no-section.key sets false. Lists and tables are in TOML syntax:
---generation.prompts='["a", "b"]'. --section={...} is merged into the section. Entries of a list are numbered:
---data.sources.0.weight=2.
-"""
 TRAIN = """usage: titanlite train CONFIG.toml [--section.key=value ...]
 
 Train from a TOML file, in this process; ./run_train.sh and `titanlite launch` start several processes.
-`titanlite train [CONFIG.toml] --help` lists every key, with those of components that the file imports;
-`titanlite train [CONFIG.toml] --help SECTION` lists the keys of one section.
+`titanlite train [CONFIG.toml] --help SECTION` lists the keys of one section, `--help SECTION.KEY` explains a
+key, and `--help all` lists every key; all of them with those of components that CONFIG.toml imports.
 """
+EVALUATES = (
+    "; `titanlite compare RUN` prints the validation losses of a run, and docs/howto.md#evaluate shows how "
+    "to evaluate an export"
+)
+FILE_KEYS = ("config", "config_file", "job.config_file")  # options for the file in torchtitan and elsewhere
 RENAMED_OPTIONS = {"--row": "--sequence", "--rows": "--num-sequences"}  # old option -> new option
 # Keys that titanlite does not have. Every TOML file of torchtitan has at least one of them.
 TORCHTITAN = {
@@ -88,7 +87,8 @@ class Verb:
         """Return the text of `titanlite VERB --help`."""
         if self.options:
             return parser(name).format_help()
-        return self.usage or self.doc()
+        usage, *about = (self.usage or f"usage: {self.doc()}").split("\n\n", 1)
+        return "\n\n".join([usage.replace("\n", "\n" + " " * len("usage: ")), *about])
 
     def doc(self) -> str:
         """Return the docstring of the module, read from its source."""
@@ -384,7 +384,9 @@ def find(name: str) -> Verb:
     if name in VERBS:
         return VERBS[name]
     close = get_close_matches(name, VERBS, n=1)
-    hint = f"; did you mean `titanlite {close[0]}`?" if close else ""
+    hint = (
+        EVALUATES if name.startswith("eval") else f"; did you mean `titanlite {close[0]}`?" if close else ""
+    )
     raise ConfigError(f"unknown verb {name!r}{hint} (known: {', '.join(VERBS)})")
 
 
@@ -417,13 +419,19 @@ def text(name: str, words: Sequence[str]) -> str | None:
     at = next(i for i, word in enumerate(words) if word in ("-h", "--help"))
     section = next(iter(words[at + 1 :]), "--")
     if name in ("train", "launch", "config", "prepare") and not section.startswith("--"):
-        chosen = reference.section(_keys(verb, words[:at]), section)
+        keys = _keys(verb, words[:at])
+        chosen = reference.sections(keys) if section == "all" else reference.section(keys, section)
         return reference.help_text(chosen) + "\n"
     if name == "launch" and any(word.endswith(".toml") for word in words):  # run_train.sh CONFIG.toml --help
         name = "train"
-    lists = name in ("train", "prepare")
-    keys = reference.help_text(reference.sections(_keys(verb, words[:at]))) if lists else ""
-    return VERBS[name].help(name) + (f"{KEYS}\n{keys}\n" if lists else "")
+    help = VERBS[name].help(name)
+    if name not in ("train", "prepare"):
+        return help
+    keys = _keys(verb, words[:at])
+    common = (
+        reference.COMMON if name == "train" else [key.name for key in next(reference.sections(keys)).keys]
+    )
+    return f"{help}{reference.FORMS}\n{reference.overview(keys, common)}\n"
 
 
 def _keys(verb: Verb, words: Sequence[str]) -> schema.Node:
@@ -455,7 +463,13 @@ def check(name: str, words: Sequence[str]) -> None:
     try:
         toml.check(schema.table(verb.table), tree, locator)
     except ConfigError as e:
-        unknown = {str(error.key) for error in e.errors if not locator.overrides(error.key or "")}
+        wrong = {str(error.key) for error in e.errors}
+        if verb.table == "job" and (given := [key for key in FILE_KEYS if key in wrong & locator.overridden]):
+            file = dict(split_overrides(config[1]))[given[0]]
+            usage = f"titanlite {name} {'CONFIG.toml' if isinstance(file, Bare) else file}"
+            text = f"command line, --{given[0]}: the TOML file comes first, without an option: {usage}"
+            raise ConfigError(text) from None
+        unknown = {key for key in wrong if not locator.overrides(key)}
         if name != "prepare" and (theirs := sorted(TORCHTITAN & unknown)):
             raise ConfigError(
                 f"{locator.path} is a torchtitan file (it has {theirs[0]}); translate it first: "

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import pytest
 from tests.support.tiers import full
 from titanlite import cli, train
 from titanlite.commands import VERBS, Verb, parser
+from titanlite.config import reference, schema
 from titanlite.config.component import ConfigError
 from titanlite.interop import export
 from titanlite.log import for_terminal, logger, set_up_logging
@@ -220,13 +222,30 @@ def test_the_verbs_of_the_help_are_all_tested():
 
 
 def test_the_help_of_train_lists_the_keys(run):
-    code, out, _ = run("train", "--help")
+    code, out, _ = run("train", "--help", "all")
     assert code == 0
     assert "  --training.seq_len=2048   <int>" in out.splitlines()
-    assert (
-        "      Tokens that are predicted in each sequence; a sequence has seq_len + 1 tokens."
-        in out.splitlines()
-    )
+    text = "      Tokens that are predicted in each sequence; a sequence has seq_len + 1 tokens."
+    assert text in out.splitlines()
+    assert run("train", "--help", "training.seq_len")[1].splitlines()[1:] == [
+        "  --training.seq_len=2048   <int>",
+        text,
+    ]
+
+
+def test_the_short_help_fits_on_two_screens_and_leads_to_the_whole(run):
+    _, out, _ = run("train", "-h")
+    lines = out.splitlines()
+    assert len(lines) < 100
+    for name in (*schema.table("job")["keys"], *(f"--{key}" for key in reference.COMMON)):
+        assert any(line.startswith(f"  {name} ") for line in lines), name
+    assert {"SECTION", "SECTION.KEY", "all"} <= set(re.findall(r"--help ([\w.]+)", out))
+
+
+def test_help_is_a_verb_too(run):
+    assert run("help") == run("--help")
+    assert run("help", "export") == run("export", "--help")
+    assert run("help", "train", "optimizer") == run("train", "--help", "optimizer")
 
 
 def test_the_reference_is_printed(run):
@@ -484,13 +503,13 @@ def test_launch_checks_the_job_for_all_ranks_before_it_starts_any(run, trained, 
 
 
 @pytest.mark.parametrize("more", [[], ["--training.steps=5"]])
-def test_launch_with_a_configuration_and_help_lists_the_keys(config, capsys, more):
+def test_launch_with_a_configuration_and_help_names_the_keys(config, capsys, more):
     try:
         code = cli.run(["launch", "--nproc-per-node=1", str(config), "--help", *more])
     except SystemExit as exit:
         code = exit.code
     assert code == 0
-    assert "--training.seq_len=2048" in capsys.readouterr().out
+    assert "  --training.seq_len " in capsys.readouterr().out
 
 
 # ---- run_train.sh
@@ -622,7 +641,7 @@ class Explained(Optimizer, name="explained"):
             ["train", "job.toml", "--help", "optimizer"],
             "<tuple[float, float]>\n      Key of a test.",
         ),
-        (["train", "job.toml", "--help"], '[optimizer]  (name = "explained")  Optimizer of a test.'),
+        (["train", "job.toml", "--help", "all"], '[optimizer]  (name = "explained")  Optimizer of a test.'),
         (["launch", "--nproc-per-node=2", "job.toml", "--help", "optimizer"], "Key of a test."),
         (["config", "job.toml", "--allow-imports", "--help", "optimizer"], "Key of a test."),
         (["config", "job.toml", "--reference", "--allow-imports"], "| Key of a test. |"),
@@ -691,11 +710,11 @@ def test_help_and_mistakes_take_no_torch(tmp_path):
     later = ['--job.imports=["nowhere"]', "--optimizer.name=mine"]
     cases = [  # arguments, exit code, what is said
         (["--version"], 0, "titanlite 0.1.0"),
-        *(([verb, "--help"], 0, f"titanlite {verb}") for verb in VERBS),
+        *(([verb, "--help"], 0, f"usage: titanlite {verb}") for verb in VERBS),
         *(([verb], 2, f"titanlite {verb}") for verb in VERBS),
         (["train", "--help", "training"], 0, "--training.seq_len=2048"),
         (["train", "--help", "trianing"], 2, "no section 'trianing'; did you mean 'training'?"),
-        (["launch", DEBUG, "--help"], 0, "--training.seq_len=2048"),
+        (["launch", DEBUG, "--help"], 0, "  --training.seq_len "),
         (["config", "--reference"], 0, "# Configuration"),
         (["prepare", "--reference"], 0, "# Preparation"),
         *(
@@ -715,6 +734,15 @@ def test_help_and_mistakes_take_no_torch(tmp_path):
         (["prepare", "--filters.0.name=lenght"], 2, "unknown filter 'lenght'; did you mean 'length'?"),
         (["generate", "x", "--promt=a"], 2, "did you mean '--prompt'?"),
         (["trian"], 2, "did you mean `titanlite train`?"),
+        (["evaluate", "x"], 2, "`titanlite compare RUN` prints the validation losses"),
+        (["train", "--lr=1e-3"], 2, "unknown key 'lr'; did you mean 'optimizer.lr'?"),
+        (["train", "debug", "--step=9"], 2, "; did you mean 'training.steps' or 'validation.steps'?"),
+        (["train", "--config", typo], 2, f"first, without an option: titanlite train {typo}"),
+        (["config", f"--job.config_file={typo}"], 2, f"first, without an option: titanlite config {typo}"),
+        (["train", typo.removesuffix(".toml")], 2, f"no such file; did you mean {typo}?"),
+        (["train", "debug", typo], 2, f"got '{typo}'; a command has one TOML file, which comes first"),
+        (["train", "debug", "--data.sources[0].path=x"], 2, "are numbered: write --data.sources.0.path"),
+        (["train", "--help", "training.stepz"], 2, "did you mean 'training.steps'? (known: activation"),
     ]  # fmt: skip
     command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps([argv for argv, _, _ in cases])]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -52,14 +52,24 @@ def keys_in(section: str) -> Iterator[None]:
         raise kind(str(e), e.key and f"{section}.{e.key}") from None
 
 
-def suggest(word: str, known: Iterable[object], elsewhere: Sequence[str] = ()) -> str:
+def suggest(
+    word: str, known: Iterable[object], elsewhere: Sequence[str] = (), prefers_elsewhere: bool = False
+) -> str:
     """Return `; did you mean 'x'? (known: x, y)` for an unknown word: the nearest valid word and all valid
-    words. A word that begins with the unknown one is near, too. `elsewhere`: suggestions if none is near."""
+    words. A word that begins with the unknown one is near, too. `elsewhere`: suggestions if none is near; if
+    `prefers_elsewhere`, in any case."""
     names = sorted(str(k) for k in known)
     begun = [name for name in names if name.startswith(f"{word}_")][:1]
-    close = get_close_matches(word, names, n=1) or begun or (elsewhere if len(elsewhere) <= 3 else ())
+    near, others = get_close_matches(word, names, n=1) or begun, elsewhere if len(elsewhere) <= 3 else ()
+    close = (others or near) if prefers_elsewhere else (near or others)
     meant = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
-    return f"{meant} (known: {', '.join(names)})"
+    return f"{meant}{known_list(names)}"
+
+
+def known_list(known: Iterable[object]) -> str:
+    """Return ` (known: x, y)` with the words sorted; nothing if there are none."""
+    names = ", ".join(sorted(map(str, known)))
+    return f" (known: {names})" if names else ""
 
 
 def check_at_least(section: object, least: int, *keys: str) -> None:

@@ -6,6 +6,7 @@ strings without quotes. Of several values for one key the last counts.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -32,8 +33,11 @@ def split_overrides(items: Sequence[str]) -> list[tuple[str, Word]]:
     while rest:
         item = rest.pop(0)
         if not item.startswith("--") or item == "--":
-            raise ConfigError(f"command line: expected --section.key=value, got {item!r}")
+            more = "; a command has one TOML file, which comes first" if item.endswith(".toml") else ""
+            raise ConfigError(f"command line: expected --section.key=value, got {item!r}{more}")
         key, equals, text = item[2:].partition("=")
+        if (numbered := re.sub(r"\[(\d+)\]", r".\1", key)) != key:
+            raise ConfigError(f"command line, --{key}: entries of a list are numbered: write --{numbered}")
         word = Word(text)
         if key.startswith("no-"):
             if equals:

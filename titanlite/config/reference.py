@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
 
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.schema import Node
@@ -35,10 +37,27 @@ The type "path" takes a file or folder as text, relative to the current director
 that user's home folder. Variables such as `$HOME` are not expanded in a file; on the command line the shell
 expands them.
 
-`titanlite train --help SECTION` prints the keys of one section. `titanlite train CONFIG.toml --help SECTION`
-includes the components that the file imports.
+`titanlite train --help SECTION` prints the keys of one section, `--help SECTION.KEY` a key, and `--help all`
+all keys. `titanlite train CONFIG.toml --help SECTION` includes the components that the file imports.
 
 """
+
+FORMS = """
+Precedence: command line, then file, then defaults; of several values for one key the last counts.
+--section.key sets true, --no-section.key sets false. Lists and tables are in TOML syntax:
+--generation.prompts='["a", "b"]'. --section={...} is merged into the section. Entries of a list are numbered:
+--data.sources.0.weight=2. If --section.name chooses another component than the file, keys of the file that
+this component lacks are left out.
+"""
+# Keys in the help of `titanlite train`.
+COMMON = (
+    "job.dump_folder", "model.flavor", "tokenizer.path", "data.sources.0.path", "training.steps",
+    "training.seq_len", "training.global_batch_size", "training.local_batch_size", "training.seed",
+    "optimizer.lr", "optimizer.weight_decay", "lr_scheduler.warmup_steps",
+    "parallelism.tensor_parallel_degree", "activation_checkpoint.mode", "compile.enable",
+    "checkpoint.interval", "checkpoint.initial_load_path", "validation.enable", "validation.freq",
+    "metrics.log_freq",
+)  # fmt: skip
 
 PREPARE_HEAD = """# Preparation
 
@@ -70,6 +89,11 @@ class Section:
     keys: list[Key]
     picked_by: str = "name"
 
+    @property
+    def name(self) -> str:
+        """The dotted path without the brackets of lists."""
+        return self.path.replace("[", "").replace("]", "")
+
 
 def sections(schema: Node) -> Iterator[Section]:
     """Yield a Section for the top-level keys, if there are any, and for all tables in the order of their
@@ -80,12 +104,43 @@ def sections(schema: Node) -> Iterator[Section]:
 
 
 def section(schema: Node, name: str) -> list[Section]:
-    """Return the section called `name`, with its choices and inner sections. Raises ConfigError for an
-    unknown name."""
-    paths = {s.path.strip("[]"): None for s in sections(schema) if s.path}
-    if name not in paths:
-        raise ConfigError(f"no section {name!r}{suggest(name, paths)}")
-    return [s for s in sections(schema) if f"{s.path.strip('[]')}.".startswith(f"{name}.")]
+    """Return the section called `name`, with its choices and inner sections; for the name of a key, the
+    sections that have it, without their other keys. Raises ConfigError for an unknown name."""
+    every, name = list(sections(schema)), re.sub(r"\.\d+\b", "", name.lstrip("-")).replace("-", "_")
+    if chosen := [s for s in every if f"{s.name}.".startswith(f"{name}.")]:
+        return chosen
+    of_keys = {f"{s.name}.{key.name}".lstrip("."): key.name for s in every for key in s.keys}
+    if name not in of_keys:
+        paths, keys = {s.name for s in every if s.path}, get_close_matches(name, of_keys, n=1)
+        raise ConfigError(f"no section {name!r}{suggest(name, paths, keys, prefers_elsewhere='.' in name)}")
+    return [
+        dataclasses.replace(s, keys=[key for key in s.keys if key.name == of_keys[name]])
+        for s in every
+        if any(f"{s.name}.{key.name}".lstrip(".") == name for key in s.keys)
+    ]
+
+
+def overview(schema: Node, keys: Sequence[str]) -> str:
+    """Return plain text for a terminal: each top-level section and each of `keys` in one sentence."""
+    lines = ["Sections:"]
+    for name, node in schema["keys"].items():
+        table = node.get("items", node)
+        choices = f"{table.get('kind')}: {', '.join(table.get('choices', {}))}"
+        if table["type"] in ("table", "choice"):
+            lines += _entry(name, _first_sentence(table.get("doc", "")) or choices)
+    lines += ["", "Common keys:"]
+    for name in keys:
+        key = section(schema, name)[-1].keys[0]
+        lines += _entry(f"--{name}", f"{_first_sentence(key.doc)} ({key.default or 'required'})")
+    return "\n".join(lines)
+
+
+def _entry(name: str, text: str) -> list[str]:
+    return textwrap.wrap(f"{name:38}  {text}", 110, initial_indent="  ", subsequent_indent=" " * 42)
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=\.) ", " ".join(text.split()))[0].rstrip(".")
 
 
 def _inside(table: Node, path: str) -> Iterator[Section]:

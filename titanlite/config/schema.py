@@ -16,6 +16,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Collection, Iterator
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, Union
@@ -23,7 +24,7 @@ from typing import Annotated, Any, Literal, TypedDict, Union
 import tomli_w
 
 from titanlite.config.amount import FORM, Amount, step_count
-from titanlite.config.component import Component, ConfigError, full_name, suggest
+from titanlite.config.component import Component, ConfigError, full_name, known_list, suggest
 from titanlite.config.overrides import Bare, Word, listed, plain
 from titanlite.config.paths import IS_PATH, expand_home
 from titanlite.config.places import Locator
@@ -272,7 +273,7 @@ class _Conversion:
             name = tree.get(picked_by, node.get("default"))
             name = str(name) if isinstance(name, Word) else name
             if name is None:
-                return self._complain(f"missing `{picked_by}` (known: {', '.join(node['choices'])})", key)
+                return self._complain(f"missing `{picked_by}`{known_list(node['choices'])}", key)
             if not isinstance(name, str) or name not in node["choices"]:
                 known = suggest(str(name), node["choices"])
                 return self._complain(f"unknown {node['kind']} {name!r}{known}", f"{key}.{picked_by}")
@@ -307,25 +308,30 @@ class _Conversion:
         """What to write instead of an unknown key of a table, or of a choice with `keys`."""
         if renamed := RENAMED.get(re.sub(r"\.\d+", "", where)):
             return f"; did you mean {renamed!r}?"
-        owners = [name for name, choice in node.get("choices", {}).items() if unknown in choice["keys"]]
+        owners = [repr(name) for name, choice in node.get("choices", {}).items() if unknown in choice["keys"]]
         if owners:
-            names = " and ".join(map(repr, owners))
-            have = "has" if len(owners) == 1 else "have"
-            return f"; {node['kind']} {names} {have} it (known: {', '.join(sorted(keys))})"
-        return suggest(unknown, keys, elsewhere=sorted(set(_paths(self._root, unknown))))
+            *others, last = owners
+            names = f"{', '.join(others)} and {last} have" if others else f"{last} has"
+            return f"; {node['kind']} {names} it{known_list(keys)}"
+        places = dict[str, set[str]]()  # last part of a key -> the keys
+        for path in _paths(self._root):
+            places.setdefault(path.rpartition(".")[2], set()).add(path)
+        # At the top a key without its section is as likely as a misspelled section.
+        near = get_close_matches(unknown, [*keys, *places], n=1) if where == unknown else [unknown]
+        elsewhere = sorted(places.get(near[0], ())) if near and near[0] not in keys else []
+        return suggest(unknown, keys, elsewhere, prefers_elsewhere=where == unknown)
 
     def _complain(self, message: str, key: str) -> None:
         self.errors.append(ConfigError(message, key))
 
 
-def _paths(node: Node, leaf: str, path: str = "") -> Iterator[str]:
-    """Yield the dotted keys that end in `leaf`, except those in lists."""
+def _paths(node: Node, path: str = "") -> Iterator[str]:
+    """Yield the dotted keys, except those in lists."""
     for table in (node, *node.get("choices", {}).values()):
         for key, inner in table.get("keys", {}).items():
             where = f"{path}.{key}" if path else key
-            if key == leaf:
-                yield where
-            yield from _paths(inner, leaf, where)
+            yield where
+            yield from _paths(inner, where)
 
 
 def _expected(node: Node) -> str | None:

@@ -38,7 +38,9 @@ def find_config(path: str | Path) -> Path:
     here = Path(path)
     if here.is_file():
         return here
-    names = shipped_configs()
+    names, file = shipped_configs(), Path(f"{path}.toml")
+    if file.is_file() and not here.exists() and str(path) not in names:
+        raise ConfigError(f"{path}: no such file; did you mean {file}?")
     if here.suffix or len(here.parts) != 1:
         if here.stem in names and not here.exists():
             raise ConfigError(

@@ -1,5 +1,7 @@
-"""`titanlite config CONFIG.toml [--ranks N] [--no-files] [--gpus-per-node 8] [--section.key=value ...]
-[--allow-imports]`: check a job, and print it with all defaults resolved, as TOML.
+"""titanlite config CONFIG.toml [--ranks N] [--no-files] [--gpus-per-node 8] [--allow-imports]
+    [--section.key=value ...]
+
+Check a job, and print it with all defaults resolved, as TOML.
 
 With --ranks, the job is checked as at the start of a run on N ranks: its files, which are the tokenizer,
 data, tasks, initial weights and the run folder, and its layout, by a dry run. The dry run makes the mesh, the

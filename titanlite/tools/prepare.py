@@ -4,8 +4,9 @@ Make a dataset of token shards from text. INPUT: files, directories and globs of
 line), .parquet (one document per row) and other files (one document per file), also compressed (.gz, .zst);
 hf:NAME, a dataset of the Hugging Face hub. --from-stream.name=NAME reads a stream instead.
 The documents are filtered, shuffled and tokenised on all cores. After an interruption the same command
-continues the work. The result does not depend on the number of processes or workers. --reference prints every
-key as Markdown, as in docs/prepare.md."""
+continues the work. The result does not depend on the number of processes or workers. `--help SECTION` lists
+the keys of one section, `--help all` lists all keys, and --reference prints them as Markdown, as in
+docs/prepare.md."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ as terminal help and once as Markdown, and the trainer's own schema leaves no ke
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -158,8 +159,20 @@ def test_one_section_with_its_choices_and_what_is_inside():
     vehicle = describe(Vehicle, docs=True)
     chosen = [[(s.path, s.choice) for s in reference.section(vehicle, name)] for name in ("body", "helpers")]
     assert chosen == [[("body", ""), ("body.wheel", "")], [("[helpers]", "diesel"), ("[helpers]", "steam")]]
-    with pytest.raises(ConfigError, match=r"no section 'bdoy'; did you mean 'body'\? \(known: body, body.wh"):
+    with pytest.raises(
+        ConfigError, match=r"no section 'bdoy'; did you mean 'body'\? \(known: body, b"
+    ) as refused:
         reference.section(vehicle, "bdoy")
+    assert "]" not in re.search(r"known: (.*)\)", str(refused.value))[1]
+
+
+@pytest.mark.parametrize("name", ["wheels.radius", "wheels.0.radius", "--wheels.radius"])
+def test_one_key_of_a_section(name):
+    vehicle = describe(Vehicle, docs=True)
+    (wheels,) = reference.section(vehicle, name)
+    assert (wheels.path, [key.name for key in wheels.keys]) == ("[wheels]", ["radius"])
+    with pytest.raises(ConfigError, match=r"no section 'wheels.radios'; did you mean 'wheels.radius'\?"):
+        reference.section(vehicle, "wheels.radios")
 
 
 def test_markdown_escapes_bars_and_keeps_a_row_on_a_line():
