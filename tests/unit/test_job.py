@@ -326,7 +326,7 @@ def test_a_schedule_longer_than_the_run_may_have_a_warmup_as_long_as_the_run(pat
         ),
         (
             "--model.overrides.n_kv_heads=3",
-            "job.toml:1: model: n_heads = 4 is not a multiple of n_kv_heads = 3",
+            "command line, --model.overrides.n_kv_heads: n_heads = 4 is not a multiple of n_kv_heads = 3",
         ),
         (
             "--optimizer.name=adam",
@@ -338,7 +338,7 @@ def test_a_schedule_longer_than_the_run_may_have_a_warmup_as_long_as_the_run(pat
         ("--data.sources.0.weight=-1", "command line, --data.sources.0.weight: -1.0 is not in [0, 1e9]"),
         (
             "--data.sources.0.weight=0",
-            "command line, --data.sources: no source has a weight above 0",
+            "command line, --data.sources.0.weight: no source has a weight above 0",
         ),
         (
             "--data.validation_sources=[{ name = 'text', path = ['x'], weight = 0 }]",

@@ -53,14 +53,23 @@ class Locator:
         """Return the error with the place of its key in front."""
         if error.key is None:
             return error
-        key, place = error.key, self._place(error.key)[0]
+        key = self._blamed(error)
+        place = self._place(key)[0]
         return ConfigError(f"{place}{key}: {error}" if key else f"{place}{error}", key)
 
     def all_located(self, errors: Sequence[ConfigError]) -> ConfigError:
         """Return one error with a line for each error, in the order of their places."""
-        ordered = sorted(errors, key=lambda error: self._place(error.key or "")[1])
+        ordered = sorted(errors, key=lambda error: self._place(self._blamed(error))[1])
         lines = dict.fromkeys(str(self.located(error)) for error in ordered)
         return ConfigError("\n".join(lines), errors[0].key, errors)
+
+    def _blamed(self, error: ConfigError) -> str:
+        """Return the key of an error; for a table, the key inside it that the command line sets and that the
+        message names, if there is one."""
+        table = error.key or ""
+        inside = sorted(o for o in self.overridden if o.startswith(f"{table}."))
+        named = (o for o in inside if re.search(rf"\b{re.escape(o.rpartition('.')[2])}\b", str(error)))
+        return next(named, table)
 
     def _place(self, key: str) -> tuple[str, float]:
         """Return the place of a key, and its position in a report: lines of the file come first."""
@@ -75,14 +84,21 @@ class Locator:
         return f"{self.path}: ", math.inf
 
 
-def syntax_error(path: object, complaint: str) -> ConfigError:
-    """Return the error for a file that is not TOML, with the line and a hint. `complaint`: the parser's
+def syntax_error(path: object, text: str, complaint: str) -> ConfigError:
+    """Return the error for a file whose text is not TOML, with the line and a hint. `complaint`: the parser's
     message."""
+    complaint = re.sub(
+        r"\(('[^)]*?'),?\)", lambda m: f"[{m[1]}]".replace("', '", ".").replace("'", ""), complaint
+    )
     at = re.search(r" \(at line (\d+), column (\d+)\)", complaint)
     if not at:
         return ConfigError(f"{path}: not valid TOML: {complaint}")
-    hint = ""
-    if "Invalid value" in complaint:
+    line, hint = text.split("\n")[int(at[1]) - 1], ""
+    if "Cannot overwrite a value" in complaint:
+        hint = f"; {line.partition('=')[0].strip()} is set twice"
+    if not str(path).endswith(".toml"):
+        hint = "; is it a TOML file? Its name does not end in .toml"
+    elif "Invalid value" in complaint:
         hint = "; strings need straight quotes, write true, 0.5 (not True, .5), and leave out None"
     reason = f"{complaint.replace(at[0], '')} (column {at[2]}){hint}"
     return ConfigError(f"{path}:{at[1]}: not valid TOML: {reason}")

@@ -204,7 +204,7 @@ class _Conversion:
             return plain(value)
         word = isinstance(value, Word)
         if word:
-            value = str(value) if kind == "str" else plain(value)
+            value = str(value) if kind == "str" else _whole(value) if kind == "int" else plain(value)
         if kind == "literal":
             allowed = node["values"]
             if value not in allowed or type(value) not in {type(a) for a in allowed}:
@@ -323,6 +323,14 @@ class _Conversion:
 
     def _complain(self, message: str, key: str) -> None:
         self.errors.append(ConfigError(message, key))
+
+
+def _whole(word: Word) -> Any:
+    """Parse a command-line word for an integer, which may have an exponent: `1e3` is 1000."""
+    value = plain(word)
+    if isinstance(value, float) and "e" in word.lower() and value.is_integer() and abs(value) < 1 << 53:
+        return int(value)
+    return value
 
 
 def _paths(node: Node, path: str = "") -> Iterator[str]:

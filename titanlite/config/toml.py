@@ -46,7 +46,7 @@ def read(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[dict[s
     try:
         tree = parse(text)
     except ValueError as e:
-        raise syntax_error(path, str(e)) from None
+        raise syntax_error(path, text, str(e)) from None
     locator = Locator("command line" if path is None else str(path), text, tree)
     for key, value in split_overrides(overrides):
         locator.overridden.update(put(tree, key, value))

@@ -176,8 +176,10 @@ def test_a_check_leaves_choices_to_a_tree_that_imports(table, imports, keys):
     [
         ("--bench.height", "needs a value: an integer"),
         ("--bench.wood", "needs a value: one of oak, pine"),
-        ("--bench.height=1e3", "expected an integer, got 1000.0"),
         ("--bench.height='90'", "expected an integer, got '90'"),
+        ("--bench.height=4.5e0", "expected an integer, got 4.5"),
+        ("--bench.height=3.0", "expected an integer, got 3.0"),
+        ("--bench.height=1e30", "expected an integer, got 1e+30"),
         ("--bench.limit=.001", "expected a number, got '.001'"),
         ("--bench.sizes=3,4", "expected a list, got '3,4'; write --bench.sizes='[3, 4]'"),
         ("--bench.corner=[1,2,3]", "expected 2 values, got 3"),
@@ -198,6 +200,20 @@ def test_a_check_leaves_choices_to_a_tree_that_imports(table, imports, keys):
 def test_messages_say_what_to_write(table, override, message):
     ((_, errors),) = complaints(table, override)
     assert errors.startswith(message)
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e3", 1000), ("1.5E3", 1500), ("-1e0", -1)])
+def test_an_integer_on_the_command_line_may_have_an_exponent(table, text, value):
+    converted, errors = convert(table, toml.read(None, [f"--bench.height={text}"])[0])
+    assert not errors
+    assert (converted["bench"]["height"], type(converted["bench"]["height"])) == (value, int)
+
+
+def test_a_key_of_several_components_names_them_in_a_list(table):
+    saw = table["keys"]["tool"]["choices"]["saw"]
+    table["keys"]["tool"]["choices"] |= {"axe": saw, "file": saw, "awl": {"type": "table", "keys": {}}}
+    message = "unknown key 'teeth'; tool 'saw', 'axe' and 'file' have it"
+    assert ("tool.teeth", message) in complaints(table, "--tool.name=awl", "--tool.teeth=3")
 
 
 def test_hints_for_a_file_are_in_its_syntax(table):

@@ -418,7 +418,7 @@ def test_a_missing_section_without_a_file_names_no_file():
         ("--garden.siez=3", "command line, --garden.siez: unknown key 'siez'; did you mean 'size'?"),
         ("--gardn.size=3", "command line, --gardn: unknown key 'gardn'; did you mean 'garden'?"),
         ("--garden.size=x", "command line, --garden.size: expected an integer, got 'x'"),
-        ("--garden.size=1e3", "command line, --garden.size: expected an integer, got 1000.0"),
+        ("--garden.size=4.5", "command line, --garden.size: expected an integer, got 4.5"),
         ("--garden.size", "command line, --garden.size: needs a value: an integer"),
         ("--garden.open=1", "command line, --garden.open: expected true or false, got 1"),
         ("--garden.plants=rose", "command line, --garden.plants: expected a list, got 'rose'"),
