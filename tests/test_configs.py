@@ -21,6 +21,7 @@ from titanlite import cli, commands
 from titanlite.config import reference, schema, toml
 from titanlite.config.component import Component, ConfigError
 from titanlite.job import Job, load_job
+from titanlite.runtime import environment
 from titanlite.tools.prepare import Prepare
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -187,7 +188,8 @@ def test_the_command_line_may_choose_another_component_than_a_shipped_configurat
         toml.check(schema.table("job"), tree, locator)
 
 
-def test_the_record_of_a_job_with_another_component_reads_back_equal(tmp_path, capsys):
+def test_the_record_of_a_job_with_another_component_reads_back_equal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(environment, "launcher_pid", lambda: None)  # the launcher of another test
     job = load_job("debug", ["--tokenizer.name=bytes"])
     left_out = "tokenizer.path: left out: tokenizer 'bytes', chosen on the command line, has no such key"
     assert re.fullmatch(rf"titanlite: \S+debug\.toml:16: {left_out}\n", capsys.readouterr().err)

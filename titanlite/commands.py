@@ -23,6 +23,7 @@ from titanlite.config.axes import take_axes
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS, import_components
 from titanlite.config.overrides import Bare, split_arguments, split_overrides, split_words
+from titanlite.config.paths import check_folder
 from titanlite.config.shipped import find_config, shipped_configs
 from titanlite.options import (
     Options,
@@ -455,7 +456,9 @@ def check(name: str, words: Sequence[str]) -> None:
     verb = VERBS[name]
     _check_options(name, words)
     if verb.config_of is None and verb.options:
-        parser(name).read(words)
+        options = parser(name).read(words)
+        if name in ("generate", "export"):
+            check_folder(options.path)
     config = verb.config_of(words) if verb.config_of else None
     if config is None:
         return

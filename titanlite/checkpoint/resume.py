@@ -22,7 +22,8 @@ from titanlite.checkpoint.digest import FileDigest, first_fault, write_file
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.state import AVERAGED_FROM, TRAIN, listed, read_train
 from titanlite.config.component import ConfigError
-from titanlite.files import if_on_hub, make_folder, read_regular
+from titanlite.config.paths import check_folder
+from titanlite.files import make_folder, read_regular
 from titanlite.log import logger
 
 
@@ -244,8 +245,7 @@ def checkpoints_below(path: Path) -> list[tuple[int, Path]]:
     """(step, path) of the checkpoints at a path that the user gave, oldest first. `path`: a step folder, a
     checkpoint folder, or a folder with one run below it. Raises ConfigError if there is no run, or several.
     """
-    if not path.is_dir():
-        raise ConfigError(f"{path}: no such directory{if_on_hub(path)}")
+    check_folder(path)
     if exported := [p for p in (path, *path.glob("step-*")) if (p / "config.json").exists()]:
         raise ConfigError(f"{exported[-1]} is not a checkpoint but an export of one (config.json)")
     if (step := commit.step_of(path)) is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from titanlite.config.component import ConfigError
+from titanlite.files import if_on_hub
 
 IS_PATH = "path"
 PathText = Annotated[str, IS_PATH]  # the type of a key that names a file or folder; `~` is expanded
@@ -32,6 +33,16 @@ def check_name(path: str, key: str) -> None:
         raise ConfigError(f"{path!r} is not UTF-8, so no TOML file can record it", key) from None
     if "\0" in path:
         raise ConfigError(f"{path!r} contains a NUL character", key)
+
+
+def check_folder(path: Path, hint: str = "") -> None:
+    """Raise ConfigError unless a folder to read exists. `hint`: added to the message if there is nothing."""
+    if path.is_file():
+        is_job = path.suffix == ".toml"
+        rather = "the run folder, its job.dump_folder" if is_job else f"its directory: {path.parent}"
+        raise ConfigError(f"{path} is a file; give {rather}")
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such directory{if_on_hub(path)}{hint}")
 
 
 def check_writable(folder: Path, key: str) -> None:

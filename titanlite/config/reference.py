@@ -22,7 +22,7 @@ counts. Forms of the command line:
 
 | written | means |
 | --- | --- |
-| `--section.key=value`, `--section.key value` | the key; strings need no quotes, `-` may stand for `_`, 1e3 for 1000 |
+| `--section.key=value`, `--section.key value` | the key; no quotes; `-` may stand for `_`, 1e3 for 1000 |
 | `--section.key`, `--no-section.key` | true, false |
 | `--section.key='["a", "b"]'` | a list, in TOML syntax, replacing the file's list |
 | `--section.key.0=a` | an entry of a list; the number after the last entry adds an entry |

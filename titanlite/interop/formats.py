@@ -14,7 +14,7 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.state import BaseModel, read_train
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import expect
-from titanlite.files import if_on_hub
+from titanlite.config.paths import check_folder
 from titanlite.interop.dcp import open_titanlite
 from titanlite.interop.huggingface import is_hugging_face, is_peft_adapter, open_hugging_face
 from titanlite.interop.torchtitan_meta import is_foreign_dcp, is_meta, open_meta, open_torchtitan
@@ -27,10 +27,7 @@ NOT_THE_BASE = "the weights in {} are not those of the base model that {} were t
 def open_weights(path: Path, family: ModelFamily, check_base: bool = False) -> Weights:
     """Open the weights in a directory of any supported format, for the model `family`. `check_base`: see
     open_checkpoint. Raises ConfigError or CheckpointError if they cannot be read."""
-    if path.is_file():
-        raise ConfigError(f"{path} is a file; give its directory: {path.parent}")
-    if not path.is_dir():
-        raise ConfigError(f"{path}: no such directory{if_on_hub(path)}{_if_of_a_run(path)}")
+    check_folder(path, _if_of_a_run(path))
     if is_peft_adapter(path):
         raise ConfigError(
             f"{path} is a PEFT adapter, not a whole model; merge it into its base model (peft: "

@@ -279,7 +279,7 @@ def test_show_of_a_damaged_file_is_an_error_and_no_crash(
         (["list", "RUN", "--tensors"], "unknown option '--tensors' of `titanlite checkpoint list`"),
         (["show", "RUN", "--all"], "unknown option '--all' of `titanlite checkpoint show`"),
         (["list", "RUN/nowhere"], "RUN/nowhere: no such directory"),
-        (["verify", "RUN/identity"], "RUN/identity: no such directory"),
+        (["verify", "RUN/identity"], "RUN/identity is a file; give its directory: RUN"),
         (
             ["show", "RUN/empty"],
             "RUN/empty holds no checkpoint: give a run folder, or one of its step-N folders",
@@ -302,7 +302,7 @@ def test_wrong_words(run: Path, capsys: pytest.CaptureFixture[str], argv: list[s
 @pytest.mark.parametrize("argv", [["-h"], ["show", "--help"]])
 def test_help(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     lines = output(capsys, *argv)
-    assert lines[0].startswith("titanlite checkpoint list DIR ")
+    assert lines[0].startswith("usage: titanlite checkpoint list DIR ")
     assert any("--checkpoint.load_step=N" in line for line in lines)
 
 
