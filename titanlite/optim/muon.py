@@ -43,17 +43,20 @@ class Muon(AdamWKeys, name="muon"):
     """Number of Newton-Schulz steps, which make the singular values equal."""
     ns_coefficients: Literal["polar_express", "jordan"] = "polar_express"
     """Coefficients of the Newton-Schulz steps. `polar_express` (arXiv 2505.16932): reaches smaller singular
-    values in as many steps. `jordan`: those of the original Muon, to repeat published runs."""
+    values in as many steps. `jordan`: those of the original Muon and of torch.optim.Muon, to repeat published
+    runs. Either set begins as published: Polar Express with the matrix divided by 1.01 x its norm, Jordan's
+    with the matrix divided by its norm."""
     ns_custom_coefficients: list[list[float]] = field(default_factory=list)
     """Coefficients [a, b, c] of each Newton-Schulz step X <- a X + b (X X^T) X + c (X X^T)^2 X, instead of
-    ns_coefficients and ns_steps."""
+    ns_coefficients and ns_steps. The first X is the matrix divided by its norm."""
     ns_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the Newton-Schulz products, and of updates that travel between ranks. `auto`: bfloat16 on
     CUDA, float32 elsewhere."""
     normalize: Literal["none", "neuron"] = "none"
     """`neuron`: also give the rows of the update equal sizes over time, by a running mean with beta2
-    (NorMuon, arXiv 2510.05491). Two more collectives per bucket of matrices, and one number of state per
-    row."""
+    (NorMuon, arXiv 2510.05491). Each matrix that is orthogonalised keeps the norm of its update, as in the
+    authors' code; the paper's formula sets it to 0.2 sqrt(m n) instead. Two more collectives per bucket of
+    matrices, and one number of state per row."""
     split_heads: bool = False
     """Whether the rows of each attention head are orthogonalised separately in the projections of queries,
     keys and values."""

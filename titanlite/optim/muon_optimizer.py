@@ -239,10 +239,11 @@ class MuonOptimizer(torch.optim.Optimizer):
         stacked = orthogonalize(stacked, settings.coefficients, settings.dtype)
         done = {}
         for i, shape, part in zip(batch, shapes, stacked.split([shape[0] for shape in shapes])):
-            update = (part.mT if shape[1] > shape[2] else part).reshape(updates[i].shape)
+            update = part.mT if shape[1] > shape[2] else part
             if settings.neuron_beta2 is not None:
-                update = normalize_rows(update, rows[i], apply, settings.neuron_beta2)
-            done[i] = update
+                moments = rows[i].view(*shape[:2], 1)
+                update = normalize_rows(update, moments, apply, settings.neuron_beta2)
+            done[i] = update.reshape(updates[i].shape)
         return done
 
 

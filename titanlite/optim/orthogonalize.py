@@ -9,21 +9,21 @@ import torch
 Coefficients = Sequence[Sequence[float]]  # (a, b, c) of each step
 
 JORDAN = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon
-# Polar Express (Amsel et al. 2025, arXiv 2505.16932): the best odd polynomials of degree 5 for singular
-# values from 0.001 to 1. All but the last are evaluated at x / 1.01, so that rounding in bf16 cannot push a
-# singular value above the range of the next one; the division is part of the coefficients.
-POLAR_EXPRESS = (
-    (8.2051, -22.9019, 16.4607),
-    (4.0664, -2.8612, 0.5184),
-    (3.9096, -2.8234, 0.5250),
-    (3.2856, -2.4153, 0.4853),
-    (2.2779, -1.6198, 0.3985),
-    (1.8726, -1.2307, 0.3585),
-    (1.8564, -1.2132, 0.3568),
-    (1.8750, -1.2500, 0.3750),  # repeated from here on
+# Polar Express (Amsel et al. 2025, arXiv 2505.16932, Algorithm 1): the best odd polynomials of degree 5 for
+# singular values from 0.001 to 1, and the divisor of their argument there: rounding in bf16 cannot push a
+# singular value above the range of the next one. The first has the 1.01 by which the norm is multiplied, too.
+_POLAR_EXPRESS = (
+    (1.01**2, 8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (1.01, 4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (1.01, 3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (1.01, 3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (1.01, 2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.01, 1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.01, 1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.0, 1.875, -1.25, 0.375),  # repeated from here on
 )
+POLAR_EXPRESS = tuple((a / d, b / d**3, c / d**5) for d, a, b, c in _POLAR_EXPRESS)
 SETS = {"polar_express": POLAR_EXPRESS, "jordan": (JORDAN,)}
-MARGIN = 1.01  # the largest singular value must stay below 1, also if rounding makes the norm too small
 
 
 def coefficients_of(name: str, num_steps: int) -> Coefficients:
@@ -44,7 +44,7 @@ def orthogonalize(x: torch.Tensor, coefficients: Coefficients, dtype: torch.dtyp
     if is_tall:  # A is then the smaller of the two possible products
         x = x.mT
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    x = (x / (MARGIN * norm + 1e-7)).to(dtype)
+    x = (x / (norm + 1e-7)).to(dtype)
     for a, b, c in coefficients:
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)

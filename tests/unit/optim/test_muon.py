@@ -4,6 +4,7 @@ skipped step, and its errors."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from typing import Any
 
@@ -20,7 +21,7 @@ from titanlite.optim import muon_optimizer
 from titanlite.optim.base import ParamGroup, guarded_step, make_state, set_lr
 from titanlite.optim.muon import Muon
 from titanlite.optim.muon_optimizer import MuonOptimizer, batches_of, lr_scale
-from titanlite.optim.orthogonalize import coefficients_of, orthogonalize
+from titanlite.optim.orthogonalize import coefficients_of
 
 TINY = {
     "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "hidden_dim": 64,
@@ -91,9 +92,7 @@ def test_two_steps_follow_the_formula() -> None:
     for step in range(2):
         g = gradient(DOWN, step, momentum.shape)
         momentum = 0.9 * momentum + 0.1 * g
-        update = orthogonalize(
-            (0.1 * g + 0.9 * momentum)[None], coefficients_of("polar_express", 5), torch.float32
-        )[0]
+        update = _orthogonalized(0.1 * g + 0.9 * momentum, coefficients_of("polar_express", 5))
         weight = weight * (1 - 0.01 * 0.2) - 0.01 * math.sqrt(32 / 64) * update
     actual = train(net, optimizer, 2)[DOWN]
     assert torch.allclose(actual, weight, atol=1e-6)
@@ -131,9 +130,41 @@ def test_the_matrices_of_experts_are_orthogonalised_one_by_one() -> None:
 
 
 def _orthogonalized(matrix: torch.Tensor, coefficients: Any) -> torch.Tensor:
-    m, n = matrix.shape
-    wide = orthogonalize((matrix.mT if m > n else matrix)[None], coefficients, torch.float32)[0]
-    return wide.mT if m > n else wide
+    """Newton-Schulz steps in fp64, also for a tall matrix."""
+    x = matrix.double() / matrix.double().norm()
+    for a, b, c in coefficients:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.float()
+
+
+@pytest.mark.parametrize("split_heads", [False, True], ids=["experts", "heads"])
+def test_normalised_rows_keep_the_norm_of_each_matrix_that_is_orthogonalised(split_heads: bool) -> None:
+    """A norm for the whole parameter, the control, would move size between an expert's gate and up, or
+    between heads."""
+    experts = {"n_experts": 3, "n_experts_per_token": 2, "moe_hidden_dim": 24, "n_heads": 4, "head_dim": 8}
+    net = Qwen3MoE(flavor="debug", overrides={"dim": 32, "n_layers": 1, **experts}).build()
+    name = Q if split_heads else "model.layers.0.mlp.experts.gate_up_proj"
+    start = torch.nn.init.normal_(net.get_parameter(name), std=0.02).detach().clone()
+    num, m = (4, 8) if split_heads else (6, 24)
+    config = Muon(lr=1.0, weight_decay=0.0, adjust_lr_fn="original", normalize="neuron", beta2=0.9)
+    config = dataclasses.replace(config, split_heads=split_heads, momentum=0.0)
+    optimizer, mean = config.build(net, ALONE), torch.zeros(num, m, 1, dtype=torch.float64)
+    separate, joint = torch.zeros_like(start), torch.zeros_like(start)
+    for step in range(3):
+        matrices = gradient(name, step, start.shape).view(num, m, 32)
+        update = torch.stack([_orthogonalized(x, coefficients_of("polar_express", 5)) for x in matrices])
+        mean = 0.9 * mean + 0.1 * update.double().square().mean(-1, keepdim=True)
+        scaled = update / mean.sqrt()
+        separate -= (scaled * (update.norm(dim=(-2, -1)) / scaled.norm(dim=(-2, -1)))[:, None, None]).view_as(
+            start
+        )
+        update, scaled = update.view_as(start), scaled.view_as(start)
+        norms = [x.norm(dim=(-2, -1), keepdim=True) for x in (update, scaled)]
+        joint -= scaled * norms[0] / norms[1]
+    moved = train(net, optimizer, 3)[name] - start
+    assert (moved - separate).norm() < 1e-3 * separate.norm()
+    assert (moved - joint).norm() > 1e-2 * joint.norm(), "control"
 
 
 def test_rates_follow_rule_and_group() -> None:

@@ -20,6 +20,43 @@ BANDS = {  # singular values of the result for a normal matrix, after five steps
 }
 
 
+PUBLISHED = {  # divisor of the norm, and the coefficients of five steps
+    "jordan": (1.0, [(3.4445, -4.7750, 2.0315)] * 5),
+    "polar_express": (
+        1.01,
+        [
+            (8.20516041400557, -22.901934987056, 16.4607249101803),
+            (4.06639515994277, -2.86115408675514, 0.518399522669474),
+            (3.90959490443792, -2.82335173503952, 0.525036976939003),
+            (3.28556401719862, -2.41530195963594, 0.485294065527909),
+            (2.27787328708398, -1.61982176526544, 0.398480787041684),
+        ],
+    ),
+}
+
+
+def published(
+    x: torch.Tensor, divisor: float, coefficients: list[tuple[float, float, float]]
+) -> torch.Tensor:
+    x = x.double() / (divisor * x.double().norm())
+    for a, b, c in coefficients:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_iteration_of_a_set_is_the_published_one(name: str) -> None:
+    """Only Polar Express divides by 1.01 x the norm; the other divisor is the control."""
+    divisor, coefficients = PUBLISHED[name]
+    for shape in ((40, 100), (100, 40), (64, 64)):
+        x = random(*shape)
+        actual = orthogonalize(x[None], coefficients_of(name, 5), torch.float32)[0]
+        wanted = published(x, divisor, coefficients)
+        assert (actual - wanted).norm() < 1e-4 * wanted.norm()
+        assert (actual - published(x, 2.01 - divisor, coefficients)).norm() > 2e-3 * wanted.norm()
+
+
 def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
