@@ -214,11 +214,16 @@ def add_plan(options: Options) -> None:
 
 
 def parse_widths(text: str) -> list[int]:
-    """Return `128,256` as two or more different numbers in order. Raises ArgumentTypeError."""
+    """Return `128,512` as two or more different numbers in order. Raises ArgumentTypeError."""
     words = text.split(",")
     widths = sorted({int(word) for word in words if word.strip().isdecimal() and int(word) > 0})
     if len(widths) < len(words) or len(widths) < 2:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of two or more widths such as 128,256,512")
+    if widths[-1] < 4 * widths[0]:
+        raise argparse.ArgumentTypeError(
+            f"{widths[-1]} is less than 4 times {widths[0]}: seeds scatter too much for a slope over so "
+            f"few widths; for example {widths[0]},{2 * widths[0]},{4 * widths[0]}"
+        )
     return widths
 
 

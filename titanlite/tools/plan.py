@@ -1,11 +1,12 @@
 """Say what a run will need and cost, from arithmetic: without a GPU, in seconds.
 
 For the layout of CONFIG: parameters, tokens and FLOPs; the memory of a rank by kind at the peak of a step,
-and whether it fits the GPU; the time of a step and what it is spent on; hours, GPU hours and money; the size
-of a checkpoint and how often to save; the distance from compute-optimal. With --top, also the fastest layouts
-of the same GPUs that fit, as overrides, and why others cannot be used. With --svg, a picture of a rank's
-memory over a step. With --fit, a scaling law of finished runs and its forecast of CONFIG's loss; without
-CONFIG, the law alone. docs/planning.md has the formulas and their errors against measured runs."""
+and whether it fits the GPU; if it does, the time of a step and what it is spent on, hours, GPU hours and
+money; the size of a checkpoint and how often to save; the distance from compute-optimal. With --top, also
+the fastest layouts of the same GPUs that fit, as overrides, and why others cannot be used. With --svg, a
+picture of a rank's memory over a step. With --fit, a scaling law of finished runs and its forecast of
+CONFIG's loss; without CONFIG, the law alone. docs/planning.md has the formulas and their errors against
+measured runs."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from titanlite.log import for_terminal
 from titanlite.models.base import Decoder
 from titanlite.planning.calibration import Measurement, planned_gpus, read_measurement
 from titanlite.planning.cards import CARDS, GIB, Cluster
-from titanlite.planning.layouts import Layout, assess, search
+from titanlite.planning.layouts import DOES_NOT_FIT, Layout, assess, search
 from titanlite.planning.memory import KINDS, at_most
 from titanlite.planning.optimum import RULE, optimum
 from titanlite.planning.planned import MAX_BLOCKS, PlannedRun
@@ -113,8 +114,10 @@ def _plan(job: Job, options: Namespace) -> tuple[dict[str, Any], Layout]:
         raise ConfigError(f"{why_not}, so that epochs cannot be counted: give --tokens=...", "training.steps")
     layout = assess(run, cluster)
     length = _length(resolved, run, epoch, why_not)
-    time = _time(layout, length, cluster, options.price)
-    time["guess"] = _guess(job, run, measurement)
+    time = None  # a job that does not run takes none
+    if layout.verdict != DOES_NOT_FIT:
+        guess = _guess(job, run, measurement)
+        time = _time(layout, length, cluster, options.price) | {"guess": guess}
     model = _model(job, run.net)
     plan: dict[str, Any] = {
         "config": options.config,
@@ -131,7 +134,7 @@ def _plan(job: Job, options: Namespace) -> tuple[dict[str, Any], Layout]:
         "optimum": None
         if job.lora.enable or options.fit or run.shape.num_experts
         else vars(optimum(model["parameters"], length["tokens"])),
-        "notes": _notes(job, run, cluster, measurement),
+        "notes": _notes(job, run, cluster, measurement, is_timed=bool(time or options.top)),
     }
     if options.fit:
         size = model["matmul_parameters"], length["tokens"], length["epochs"]
@@ -244,12 +247,14 @@ def _time(layout: Layout, length: dict[str, Any], cluster: Cluster, price: float
     }
 
 
-def _checkpoint(layout: Layout, time: dict[str, Any], gpus: int, mtbf: float | None) -> dict[str, Any]:
-    """Weights, averages and optimizer state, and how often to save them. `time`: of `_time`. `mtbf`: hours
-    between failures of the job; None: at Llama 3's rate."""
+def _checkpoint(layout: Layout, time: dict[str, Any] | None, gpus: int, mtbf: float | None) -> dict[str, Any]:
+    """Weights, averages and optimizer state, and, if `time` of `_time` is known, how often to save them.
+    `mtbf`: hours between failures of the job; None: at Llama 3's rate."""
     run = layout.run
     sizes = [(math.prod(p.shape), p.state_bytes) for p in run.parameters if p.is_trained]
     size = sum(num * (4 * (1 + run.ema.enable) + state) for num, state in sizes)
+    if time is None:
+        return {"gib": size / GIB}
     hours = GPU_HOURS_PER_FAILURE / gpus if mtbf is None else mtbf
     return {
         "gib": size / GIB,
@@ -268,15 +273,17 @@ def _guess(job: Job, run: PlannedRun, measurement: Measurement | None) -> list[s
     return guesses(run, measurement.changed(decisive_keys(changed)))
 
 
-def _notes(job: Job, run: PlannedRun, cluster: Cluster, measurement: Measurement | None) -> list[str]:
+def _notes(
+    job: Job, run: PlannedRun, cluster: Cluster, measurement: Measurement | None, *, is_timed: bool
+) -> list[str]:
     notes = [measurement.note] if measurement else []
     if run.degrees.tp * run.degrees.cp > cluster.gpus_per_node:
         notes.append("tensor and context parallel span nodes, which is slow: keep them within a node")
-    if cluster.gpus > cluster.gpus_per_node:
+    if is_timed and cluster.gpus > cluster.gpus_per_node:
         notes.append(
             "step time across nodes is computed for 400 Gb/s per GPU; no run across nodes was measured"
         )
-    if cluster.card.name != "H200" and measurement is None:
+    if is_timed and cluster.card.name != "H200" and measurement is None:
         evidence = "only H200 was measured"
         if cluster.card.name == "H100":  # benchmarks/results/plan_errors.json
             evidence = "seven runs on H100 took 0.90 to 1.01 times as long"
@@ -362,13 +369,18 @@ def _memory_text(plan: dict[str, Any]) -> str:
 
 def _time_text(plan: dict[str, Any]) -> str:
     time = plan["time"]
+    if time is None:
+        hint = "" if plan.get("layouts") is not None else ": --top=3 lists the layouts that fit, if any"
+        return f"no step time, hours or cost, because this layout does not fit{hint}"
     unit = "CPU" if plan["gpu"] == "CPU" else "GPU"
     digits = 3 if time["step_s"] >= 0.1 else 6
     rows = [["step time", "s", "share"]]
     rows += [[part, f"{s:.{digits}f}", f"{s / time['step_s']:.0%}"] for part, s in time["parts_s"].items()]
     rows.append(["together", f"{time['step_s']:.{digits}f}", ""])
-    cost = "" if time["price"] is None else f", {_rounded(time['price'])} at the price per {unit} hour"
-    rate = f"{time['tokens_per_second_per_gpu']:,.0f} tokens/s per {unit}, MFU {time['mfu']:.1%}"
+    cost = "" if time["price"] is None else f", {_rounded(time['price'])} in the currency of --price"
+    rate = time["tokens_per_second_per_gpu"]
+    rate = f"about {short(rate)}" if time["guess"] else f"{rate:,.0f}"
+    rate += f" tokens/s per {unit}, MFU {time['mfu']:.1%}"
     hours = f"{time['hours']:,.1f} hours" if time["hours"] >= 2 else span(time["hours"])
     hours += f", {_rounded(time['gpu_hours'])} {unit} hours{cost}"
     text = f"{table(rows, num_texts=1)}\n{rate}; bound by {time['bound_by']}\n{hours}"
@@ -380,16 +392,9 @@ def _time_text(plan: dict[str, Any]) -> str:
 def _advice(plan: dict[str, Any]) -> str:
     saved, best, run = plan["checkpoint"], plan["optimum"], plan["run"]
     size = f"{saved['gib']:.1f} GiB" if saved["gib"] >= 1 else f"{1024 * saved['gib']:.1f} MiB"
-    rate = " (the rate of Llama 3 405B)" * saved["is_usual_rate"]
-    lost = f"{saved['lost_share']:.2%}" if saved["lost_share"] >= 0.0001 else "less than 0.01%"
-    interval = f"a save every {saved['best_interval_steps']:,} steps costs least, if storage keeps up"
-    if saved["best_interval_steps"] >= run["steps"]:
-        interval = "a save at the end costs least"
-    lines = [
-        f"checkpoint: {size}; with a failure every {span(saved['hours_between_failures'])}{rate}, {interval}",
-        f"saves and steps repeated after failures: {lost} of the time; expected in this run: "
-        f"{_rounded(saved['expected_failures'])} failures, whose restarts are not counted",
-    ]
+    lines = [f"checkpoint: {size}"]
+    if plan["time"] is not None:
+        lines = _saves_lines(lines[0], saved, run["steps"])
     if best is None:  # the law is of dense models trained from scratch; or the runs of --fit have a law
         return "\n".join(lines)
     excess = f"{best['excess']:.2f}" if best["excess"] >= NEAR_OPTIMUM else f"less than {NEAR_OPTIMUM}"
@@ -411,6 +416,21 @@ def _advice(plan: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _saves_lines(size: str, saved: dict[str, Any], steps: int) -> list[str]:
+    """Lines on the size of a checkpoint, and how often to save. `saved`: of `_checkpoint`."""
+    failures = _rounded(saved["expected_failures"])
+    if saved["best_interval_steps"] >= steps:
+        return [f"{size}; a save at the end costs least: {failures} failures are expected in this run"]
+    rate = " (the rate of Llama 3 405B)" * saved["is_usual_rate"]
+    lost = f"{saved['lost_share']:.2%}" if saved["lost_share"] >= 0.0001 else "less than 0.01%"
+    return [
+        f"{size}; with a failure every {span(saved['hours_between_failures'])}{rate}, a save every "
+        f"{saved['best_interval_steps']:,} steps costs least, if storage keeps up",
+        f"saves and steps repeated after failures: {lost} of the time; expected in this run: "
+        f"{failures} failures, whose restarts are not counted",
+    ]
+
+
 def _rounded(number: float) -> str:
     """A number as an integer, or with two digits if it is below 10."""
     if number >= 10:
@@ -425,8 +445,9 @@ def _layouts_text(plan: dict[str, Any]) -> str:
         texts = [row["layout"], row["activation_checkpoint"], row["bound_by"], str(row["local_batch_size"])]
         rows.append([*texts, *numbers])
     lines = ["layouts that fit, the fastest first", table(rows, num_texts=3)] if plan["layouts"] else []
+    said = [] if plan["time"] is None else plan["time"]["guess"]
     for row in plan["layouts"]:
-        more = [reason for reason in row["guess"] if reason not in plan["time"]["guess"]]
+        more = [reason for reason in row["guess"] if reason not in said]
         guess = f" (the time is a guess: {'; '.join(more)})" * bool(more)
         lines.append(f"{row['layout']}: {' '.join(row['overrides']) or 'as given'}{guess}")
     by_reason = dict[str, list[str]]()

@@ -57,6 +57,11 @@ def test_the_text_says_whether_it_fits(capsys: Capture) -> None:
     text = capsys.readouterr().out
     assert "\ndoes not fit: " in text
     assert "H100 has 79.1 GiB" in text
+    assert "no step time, hours or cost, because this layout does not fit: --top=3 lists" in text
+    assert not re.search("MFU|tokens/s|GPU hours|failure", text)
+    plan = planned(capsys, *words, "--gpus=8xH100", "--top=1")
+    assert plan["time"] is None
+    assert plan["checkpoint"].keys() == {"gib"}
     assert cli.run([*words, "--gpus=64xB200", "--model.overrides.n_layers=8"]) == 0
     assert "\nfits: " in capsys.readouterr().out
 
@@ -231,9 +236,11 @@ def test_small_jobs_have_small_units(capsys: Capture) -> None:
     assert cli.run(["plan", "debug", "--gpus=1xH100", "--price=2"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"\ntogether +0\.000\d{3}\n", text)
-    assert re.search(r"\n\d\.\d+ seconds, less than 0\.01 GPU hours, less than 0\.01 at the price", text)
-    assert "\ncheckpoint: 21.0 MiB; with a failure every 5.78 years " in text
-    assert ", a save at the end costs least\n" in text
+    assert re.search(r"\nabout [\d.]+M tokens/s per GPU, MFU ", text)
+    cost = "less than 0.01 in the currency of --price"
+    assert re.search(rf"\n\d\.\d+ seconds, less than 0\.01 GPU hours, {cost}\n", text)
+    saves = "a save at the end costs least: less than 0.01 failures are expected in this run"
+    assert f"\ncheckpoint: 21.0 MiB; {saves}\n" in text
     assert "extrapolated, because the law's runs had at least 70M parameters and 5B tokens" in text
     assert cli.run(["plan", "llama3_8b", "--gpus=64xH100"]) == 0
     assert "extrapolated" not in capsys.readouterr().out  # control

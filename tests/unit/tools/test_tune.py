@@ -17,7 +17,7 @@ from titanlite.config.shipped import shipped_configs
 from titanlite.job import load_job
 from titanlite.optim.base import ParamGroup
 from titanlite.planning import width as rules
-from titanlite.planning.coordinate_check import Size, Slopes, slopes
+from titanlite.planning.coordinate_check import Size, Slopes, largest_slope, slopes
 from titanlite.planning.width import param_groups_at
 from titanlite.tools.tune import at_width, table, verdict
 
@@ -38,7 +38,7 @@ MUON = ["--optimizer.name=muon", NARROW]
 def test_the_rules_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run([*SMALL, "--target-width=512", f"--output={tmp_path / 'it.json'}"]) == 0
     table, _, settings = capsys.readouterr().out.partition("\n\n")
-    assert table.splitlines()[-1] == "passed: all slopes are within 0.1 of zero"
+    assert table.splitlines()[-1] == "passed: all slopes are within 0.15 of zero"
     assert settings.startswith("# settings for width 512, carried from width 128\n[model.overrides]\n")
     tree = toml.parse(settings)
     assert tree["model"]["overrides"]["logit_scale"] == 0.25
@@ -50,7 +50,7 @@ def test_the_rules_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_control_the_standard_parametrisation_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run([*SMALL, "--standard", "--widths=128,256"]) == 1
+    assert cli.run([*SMALL, "--standard", "--widths=128,512"]) == 1
     out = capsys.readouterr().out
     assert "failed: a slope of block 0 is " in out
     assert "settings" not in out
@@ -124,21 +124,35 @@ def recorded(name: str) -> tuple[dict[int, dict[str, Size]], dict[str, Slopes]]:
 def test_docs_quote_the_recorded_checks(title: str, name: str) -> None:
     sizes, slopes_of = recorded(name)
     quoted = (ROOT / "docs/optimizers.md").read_text().partition(f'```text title="{title}"\n')[2]
-    assert quoted.partition("\n```")[0] == "\n".join([*table(sizes, slopes_of, 5), verdict(slopes_of)])
+    assert quoted.partition("\n```")[0] == "\n".join(
+        [*table(sizes, slopes_of, 5), verdict(slopes_of, [*sizes])]
+    )
     assert slopes(sizes) == {
         key: Slopes(value.output and pytest.approx(value.output), pytest.approx(value.change))
         for key, value in slopes_of.items()
     }
 
 
+def test_the_limit_leaves_room_for_the_scatter_of_few_widths() -> None:
+    """Three of the recorded widths pass with the rules, which the limit for four would refuse, and fail
+    without."""
+    for name, passes in (("coordinate_check_2_cores", True), ("coordinate_check_standard_2_cores", False)):
+        sizes, _ = recorded(f"{name}.json")
+        few = {width: sizes[width] for width in (128, 256, 512)}
+        assert verdict(slopes(few), [*few]).startswith("passed") == passes
+        assert verdict(slopes(few), [*sizes]).startswith("failed")
+    assert largest_slope([128, 1024]) == largest_slope([128, 256, 512, 2048]) == 0.1
+    assert largest_slope([128, 512]) == pytest.approx(0.15)
+
+
 def test_docs_quote_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run([*SMALL, "--target-width=1024", "--widths=128,256", "--steps=1"]) in (0, 1)
+    assert cli.run([*SMALL, "--target-width=1024", "--widths=128,512", "--steps=1"]) in (0, 1)
     _, _, settings = capsys.readouterr().out.partition("\n\n")
     assert f'```toml title="settings"\n{settings}```' in (ROOT / "docs/optimizers.md").read_text()
 
 
 def test_the_base_width_keeps_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run([*SMALL, "--target-width=128", "--widths=128,256", "--steps=1"]) in (0, 1)
+    assert cli.run([*SMALL, "--target-width=128", "--widths=128,512", "--steps=1"]) in (0, 1)
     assert capsys.readouterr().out.endswith("\n\n# width 128 is the base width: the settings stay\n")
 
 
@@ -164,7 +178,8 @@ def test_every_rule_passes(keys: list[str]) -> None:
         ([*CHECK, "--widht=3"], "unknown option '--widht'; did you mean '--widths'?"),
         ([*CHECK, "--widths=128"], "'128' is not a list of two or more widths"),
         ([*CHECK, "--widths=128,0"], "'128,0' is not a list of two or more widths"),
-        ([*CHECK, "--widths=128,200"], "width 200 has 200 query features, no multiple of head_dim 32"),
+        ([*CHECK, "--widths=128,256"], "256 is less than 4 times 128"),
+        ([*CHECK, "--widths=128,200,512"], "width 200 has 200 query features, no multiple of head_dim 32"),
         ([*CHECK, "--output=nowhere/it.json"], "nowhere: there is no such folder"),
         ([*CHECK, "--standard", "--target-width=512"], "--target-width: --standard prints no settings"),
         ([*CHECK, "--output=/"], "/ is a folder; name the file to write"),
