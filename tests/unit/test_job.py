@@ -298,7 +298,9 @@ def test_a_schedule_longer_than_the_run_may_have_a_warmup_as_long_as_the_run(pat
         ("--training.steps=0", "command line, --training.steps: 0 is below 1"),
         ("--training.seq_len=0", "command line, --training.seq_len: 0 is below 1"),
         ("--training.global_batch_size=0", "command line, --training.global_batch_size: 0 is neither -1 nor"),
-        ("--training.max_norm=-1", "command line, --training.max_norm: -1.0 is not 0 or above"),
+        ("--training.max_norm=-1", "command line, --training.max_norm: -1.0 is below 0"),
+        ("--optimizer.eps=inf", "command line, --optimizer.eps: expected a finite number, got inf"),
+        ("--optimizer.eps=nan", "command line, --optimizer.eps: expected a finite number, got nan"),
         (
             "--training.deterministic=1",
             "command line, --training.deterministic: expected true or false, got 1",

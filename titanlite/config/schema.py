@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import inspect
 import json
+import math
 import re
 import textwrap
 import types
@@ -226,6 +227,8 @@ class _Conversion:
             self._complain(f"expected {_expected(node)}, got {value!r}", key)
         elif node.get("path"):
             return self._path(value, key)
+        elif isinstance(value, float) and not math.isfinite(value):
+            self._complain(f"expected a finite number, got {value!r}", key)
         return value
 
     def _path(self, text: str, key: str) -> str:

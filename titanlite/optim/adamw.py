@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, check_at_least
 from titanlite.mesh import Mesh, local_shard
 from titanlite.models.base import Decoder
 from titanlite.optim.base import Optimizer
@@ -42,8 +42,7 @@ class AdamWKeys(Optimizer):
         for key in ("beta1", "beta2"):
             if not 0 <= getattr(self, key) < 1:
                 raise ConfigError(f"{getattr(self, key)} is not in [0, 1)", key)
-        if not self.eps >= 0:
-            raise ConfigError(f"{self.eps} is below 0", "eps")
+        check_at_least(self, 0, "eps")
         if self.state_dtype == "bfloat16" and self.beta2 > BFLOAT16_BETA2:
             raise ConfigError(
                 f'state_dtype = "bfloat16" needs beta2 of at most {BFLOAT16_BETA2}, not {self.beta2:g}: '

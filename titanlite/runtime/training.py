@@ -74,7 +74,7 @@ class Training:
     stalls the others. 0: Python's automatic collection."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 0, "gc_freq")
+        check_at_least(self, 0, "gc_freq", "max_norm")
         check_at_least(self, 1, "seq_len", "local_batch_size", "steps")
         if self.local_batch_size * self.seq_len >= 1 << 31:
             raise ConfigError(
@@ -84,8 +84,6 @@ class Training:
             )
         if self.global_batch_size < 1 and self.global_batch_size != -1:
             raise ConfigError(f"{self.global_batch_size} is neither -1 nor at least 1", "global_batch_size")
-        if not self.max_norm >= 0:
-            raise ConfigError(f"{self.max_norm} is not 0 or above", "max_norm")
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"{self.seed} is not in [0, 2^63)", "seed")
 

@@ -6,7 +6,6 @@ trainer's keys are.
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -370,6 +369,8 @@ def test_malformed_overrides(complaint, arguments, message):
         ("[garden]\nsize = 3.0\n", "farm.toml:2: garden.size: expected an integer, got 3.0"),
         ("[garden]\nslope = true\n", "farm.toml:2: garden.slope: expected a number, got True"),
         ("[garden]\nslope = '1'\n", "farm.toml:2: garden.slope: expected a number, got '1'"),
+        ("[garden]\nslope = -inf\n", "farm.toml:2: garden.slope: expected a finite number, got -inf"),
+        ("[garden]\nslope = 1e999\n", "farm.toml:2: garden.slope: expected a finite number, got inf"),
         ("[garden]\nlabel = 8\n", "farm.toml:2: garden.label: expected a string, got 8"),
         ("[garden]\nopen = 1\n", "farm.toml:2: garden.open: expected true or false, got 1"),
         ("[garden]\nplants = 'rose'\n", "farm.toml:2: garden.plants: expected a list, got 'rose'"),
@@ -513,7 +514,7 @@ def test_a_dump_names_its_choices_and_leaves_out_what_is_none():
 
 
 def test_a_dump_keeps_floats_to_the_last_bit(load):
-    for value in (0.1, 1 / 3, 1e-300, math.inf):
+    for value in (0.1, 1 / 3, 1e-300):
         assert load(toml.dump(Farm(garden=Garden(slope=value), pet=Dog()))).garden.slope == value
 
 
