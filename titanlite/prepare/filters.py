@@ -159,7 +159,8 @@ class Symbols(Filter, name="symbols"):
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatedLines(Filter, name="repeated_lines"):
-    """Removes documents that repeat their lines: menus, boilerplate, loops."""
+    """Removes documents that repeat their lines: menus, boilerplate, loops. Blank lines are left out, and
+    lines are compared without the blanks around them."""
 
     max_line_share: float = 0.3
     """Maximum share of lines that occurred earlier in the document."""
@@ -191,7 +192,7 @@ class RepeatedNGrams(Filter, name="repeated_ngrams"):
 
     max_top_share: list[float] = field(default_factory=lambda: [0.20, 0.18, 0.16])
     """Maximum share of characters that the most frequent n-gram covers, for n = 2, 3, 4 and so on.
-    Overlapping occurrences each count in full."""
+    Overlapping occurrences each count in full. An n-gram that occurs once covers nothing."""
     max_repeated_share: list[float] = field(default_factory=lambda: [0.15, 0.14, 0.13, 0.12, 0.11, 0.10])
     """Maximum share of characters in n-grams that occurred earlier in the document, for n = 5, 6, 7 and so
     on."""
