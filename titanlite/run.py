@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from titanlite.checkpoint.checkpointer import LOWER_LR, Checkpointer
+from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.state import TrainState
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch
@@ -120,11 +120,11 @@ class Run:
         `evaluation`: the metrics of a validation after the last step. `num_steps`: number of steps taken
         since the start of the program; if it is 0, the run was finished before and is evaluated again."""
         job = self.job
-        self.checkpoints.close(is_over=self.state.step >= job.training.steps)
         requests.done()
-        self.report_saves()
-        if reason := self.read_guard():
+        if reason := self.read_guard():  # before the exports
             raise Diverged(reason)
+        self.checkpoints.close(is_over=self.state.step >= job.training.steps)
+        self.report_saves()
         if self.state.step < job.training.steps:
             if not job.checkpoint.enable:
                 logger.warning(
@@ -168,17 +168,21 @@ class Run:
         is_over = leave == 0 and self.state.step >= self.job.training.steps
         ends_badly = self.guard.ended_in_streak() or self.guard.must_rewind
         if self.guard.diverged or (is_over and ends_badly):
-            return f"{self.guard.reason()}; {self.recovery_advice()}"
+            return self.guard.reason()
         return None
 
-    def recovery_advice(self) -> str:
-        """Advice to the user after training has diverged, as the guard has found. The sequences that the run
-        has skipped after rewinds are named, because an older checkpoint does not have them."""
+    def go_back(self, error: Diverged) -> Diverged:
+        """After training has diverged, make the newest healthy checkpoint the newest of the run folder, so
+        that the same command does not continue from the diverged weights. Returns the error with advice to
+        the user. The sequences that the run has skipped after rewinds are named, because an older checkpoint
+        does not have them. Collective."""
         spike = self.guard.sequences_of_spike()
         skipped = (self.state.skipped | SkippedSequences.of(spike)).as_lists()
         options = [f"--data.skip_sequences='{skipped}'"] if skipped else []
-        options += [] if spike else [LOWER_LR]
-        return self.checkpoints.recovery_advice(self.guard.first_bad_step(), " ".join(options))
+        options += [] if spike else ["--optimizer.lr=<a lower one>"]
+        advice = self.checkpoints.go_back(self.guard.first_bad_step(), " ".join(options))
+        self.report_saves()
+        return Diverged(f"{error}; {advice}")
 
     def rewind(self) -> None:
         """After a spike, go back to the newest healthy checkpoint that is at least guard.rewind_margin steps
@@ -194,8 +198,7 @@ class Run:
             if not self.checkpoints.rewind(latest, self.model.net, self.optimizer, state, self.average):
                 raise Diverged(
                     f"{guard.reason()}; no healthy checkpoint of step {max(latest, 0)} or earlier exists, to "
-                    f"which guard.rewind_margin = {config.rewind_margin} allows to rewind; "
-                    f"{self.recovery_advice()}"
+                    f"which guard.rewind_margin = {config.rewind_margin} allows to rewind"
                 )
             train = self.checkpoints.resumed_train
             assert train is not None

@@ -55,7 +55,10 @@ def train(job: Job) -> int:
         build(startup.pin_stream(job, rt), rt, requests) as run,
         run.profiler() as profiler,
     ):
-        return take_steps(run, requests, profiler)
+        try:
+            return take_steps(run, requests, profiler)
+        except Diverged as e:
+            raise run.go_back(e) from None
 
 
 def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:

@@ -3,14 +3,15 @@ to a run whose step changed nothing, also with two resumes in between."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.checkpoints import shards
+from tests.support.checkpoints import archived, shards
 from tests.support.jobs import make_job, metrics_in, metrics_of
 from tests.support.layouts import Part, combined
 from tests.support.non_finite import FAULTS, OUTLIERS, WATCHED, bad_steps
@@ -46,15 +47,13 @@ LAYOUTS = {
 
 
 def on_rank(folder: Path, corpus: Path, part: Part, fault: str, stops: tuple[int, ...]) -> None:
-    """Train with bad steps 2, 3 and 5, and resume after each step of `stops`."""
-    for last in (*stops, STEPS):
+    """Train with bad steps 2, 3 and 5, and resume after each step of `stops`, at which a signal stops the
+    run."""
+    for stop in (*stops, 0):
         torch._dynamo.reset()  # after several models in a process, the compiler would use symbolic sizes
-        keys = [*BASE, *part.keys, f"--training.steps={last}"]
-        with bad_steps({2, 3, 5}, fault):
-            try:
-                train(make_job(folder, corpus, *keys, name=fault, world_size=part.ranks))
-            except Diverged:  # the last step was skipped, but the run saves a checkpoint
-                assert last == 3
+        job = make_job(folder, corpus, *BASE, *part.keys, name=fault, world_size=part.ranks)
+        with bad_steps({2, 3, 5}, fault, signal_at=stop - 1):
+            assert train(job) == (75 if stop else 0)
 
 
 ONE_FAULT = {"pp 2 x tp 2", "dp_shard 4", "dp_replicate 2 x dp_shard 2", "CPU offload, dp_shard 2"}
@@ -70,7 +69,7 @@ def test_a_bad_step_on_one_rank_does_nothing_on_any(
 ) -> None:
     part = LAYOUTS[name]
     for fault in ("nothing", *faults):
-        stops = (3, 4) if fault == "gradient" and name != "pp 2" else ()
+        stops = (3, 5) if fault == "gradient" and name != "pp 2" else ()
         run_on(part.ranks, on_rank, tmp_path, corpus, part, fault, stops)
         step = f"checkpoint/step-{STEPS}"
         actual, wanted = shards(tmp_path / fault / step), shards(tmp_path / "nothing" / step)
@@ -78,6 +77,31 @@ def test_a_bad_step_on_one_rank_does_nothing_on_any(
         assert actual == wanted, fault
     steps = metrics_of(make_job(tmp_path, corpus, name="gradient"))
     assert [line["train/skipped_steps"] for line in steps] == [0, 1, 2, 2, 3, 3]
+
+
+def diverging(folder: Path, corpus: Path, name: str, steps: Collection[int]) -> str:
+    """Train on two ranks, with a checkpoint of every step and bad `steps`. Returns the error."""
+    job = make_job(folder, corpus, *BASE, "--checkpoint.interval=1", name=name, world_size=2)
+    with bad_steps(steps):
+        try:
+            train(job)
+        except Diverged as e:
+            return str(e)
+    return ""
+
+
+@pytest.mark.full
+def test_all_ranks_go_back_to_the_healthy_checkpoint(
+    tmp_path: Path, corpus: Path, run_on: Callable[..., Any]
+) -> None:
+    """The same command, then without bad steps, equals a run that never diverged."""
+    errors = run_on(2, diverging, tmp_path, corpus, "diverged", range(5, STEPS + 1))
+    assert [re.search("goes back to step (.),", error)[1] for error in errors] == ["3", "3"]
+    assert archived(tmp_path / "diverged") == [[4, STEPS]]
+    for name in ("diverged", "never"):
+        assert run_on(2, diverging, tmp_path, corpus, name, ()) == ["", ""]
+    ours, never = (shards(tmp_path / f"{name}/checkpoint/step-{STEPS}") for name in ("diverged", "never"))
+    assert ours == never != shards(tmp_path / f"diverged/checkpoint/archived-0/step-{STEPS}")
 
 
 def on_rank_with_outliers(folder: Path, corpus: Path, part: Part, *keys: str) -> None:

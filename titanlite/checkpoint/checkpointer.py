@@ -37,12 +37,12 @@ from titanlite.checkpoint.state import (
     start_average,
     tensors_of,
 )
+from titanlite.config.component import ConfigError
 from titanlite.errors import Diverged
 from titanlite.log import logger
 from titanlite.optim.base import make_state
 from titanlite.optim.ema import WeightAverage
 
-LOWER_LR = "--optimizer.lr=<a lower one>"
 EXPORT_POLL_S = 60.0  # far below the timeout of the ranks that wait for rank 0, which exports
 
 
@@ -75,7 +75,7 @@ class Checkpointer:
     `identity`: the run identity, nested plain values that a resumed run must share. `job_toml`: stored in
     every checkpoint. `exports`: makes exports of committed checkpoints; None for a run without exports.
     `rewind_distance`: one healthy checkpoint that is at least so many steps older than the newest checkpoint
-    is kept, because the run may rewind; None for a run that never rewinds."""
+    is kept, because the run may go back to it after a spike; None for a run that never does."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class Checkpointer:
         average: WeightAverage | None = None,
     ) -> None:
         """Save now, after the save in flight has ended. If the state is not finite, nothing is saved, and
-        Diverged is raised here or in check_save().
+        Diverged is raised here, in check_save() or in close().
 
         `extra_state`: plain values for train.json. Its entry `healthy` says whether a run that diverges later
         can go back to this checkpoint."""
@@ -248,33 +248,37 @@ class Checkpointer:
         if names := self.ranks.union(not_finite):
             return Diverged(
                 f"training has diverged: after step {step} {listed(names)} are not finite; this state is not "
-                f"saved; {self._recovery_advice()}"
+                "saved"
             )
         return None
 
-    def recovery_advice(self, before: int, change: str) -> str:
-        """Advice to the user after training has diverged: the checkpoint to go back to, and the options that
-        do it. `before`: the step at which it began to diverge. `change`: an option that may help. Waits for a
-        save in flight, which may write the checkpoint to go back to."""
-        self.saver.wait()
-        return self._recovery_advice(before, change)
+    def go_back(self, bad_step: int | None, change: str) -> str:
+        """After training has diverged, choose the healthy checkpoint from which the next start resumes, and
+        archive all later checkpoints and exports. Returns advice to the user, which names that checkpoint and
+        the options `change`. Waits for a save in flight, which may write it. Collective.
 
-    def _recovery_advice(self, before: int | None = None, change: str = LOWER_LR) -> str:
-        healthy = newest_healthy(self.folder, before)
+        It is the newest one, or, if `bad_step` is not None, the newest of a step before `bad_step` - 1: loss
+        and gradient norm of step `bad_step` are computed with the weights of the step before, which may have
+        diverged although they are finite."""
+        if self._exports is not None:
+            self._exports.give_up()
+        self.saver.wait()
+        return self.ranks.from_rank_zero(lambda: self._go_back(bad_step, change))
+
+    def _go_back(self, bad_step: int | None, change: str) -> str:
+        if self._task is not None:  # it exports or deletes checkpoints
+            wait([self._task])
+        try:
+            healthy = newest_healthy(self.folder, bad_step - 1 if bad_step is not None else None)
+            self._record_start(healthy)
+            self._archive(after=healthy or 0)
+        except (OSError, ConfigError) as e:  # must not hide that training has diverged
+            return f"{self.folder}: what was saved since could not be archived: {e}; move it away"
         if healthy is None:
-            return (
-                "no checkpoint was saved before; start again in another --job.dump_folder, for example with "
-                "a lower --optimizer.lr"
-            )
-        # With the load_step of this run, the next start would resume from the checkpoints after that step.
-        later = [path.name for step, path in commit.list_committed(self.folder) if step > healthy]
-        has_gone_back = bool(later) and healthy == self.config.load_step
-        first = f"move {', '.join(later)} out of {self.folder}, then " if has_gone_back else ""
-        return (
-            f"{first}go back to step {healthy}, the newest "
-            "checkpoint saved before, and change something, for example: "
-            f"--checkpoint.load_step={healthy} {change}"
-        )
+            way = "no healthy checkpoint was saved before, and the next start begins at step 1"
+        else:
+            way = f"the next start goes back to step {healthy}, the newest healthy checkpoint saved before"
+        return f"{way}; change something, for example: {change}"
 
     def has(self, step: int) -> bool:
         """Whether the checkpoint of `step` is committed. Waits for a save in flight first."""
@@ -303,13 +307,12 @@ class Checkpointer:
 
     def close(self, is_over: bool = True) -> None:
         """Wait for the last save and unlock the run folder. If the run `is_over`, also wait for its exports;
-        otherwise give them up. Raises CheckpointError if the last save or the last export failed."""
-        try:
-            self.saver.finish()
-            if is_over and self._exports is not None:
-                self._finish_exports(self._exports)
-        finally:
-            self._release()
+        otherwise give them up. Raises CheckpointError if the last save or the last export failed; then the
+        run folder stays locked until close_after_error()."""
+        self.saver.finish()
+        if is_over and self._exports is not None:
+            self._finish_exports(self._exports)
+        self._release()
 
     def close_after_error(self, error: BaseException | None = None) -> None:
         """Let a save in flight complete if it still can, and unlock the run folder. `error`: the exception
@@ -365,7 +368,7 @@ class Checkpointer:
         if not self.config.keep_latest_k:  # keeps all
             return
         healthy = healthy_steps(self.folder)
-        keep = set(healthy[-1:])
+        keep = set(healthy[-2:])  # the next step may show that the weights of the newest have diverged
         if self._candidate is not None:
             keep.add(self._candidate.step)
         if self._rewind_distance is not None:

@@ -28,7 +28,7 @@ class Checkpoint:
     host memory as the rank's state has. `disabled`: training waits for each save. The files are the same."""
     keep_latest_k: int = 10
     """Number of newest checkpoints to keep; 0: all. Also kept are the checkpoint that the run resumed from,
-    the newest healthy checkpoint, and every checkpoint with an empty file `step-N.keep` beside it."""
+    the two newest healthy checkpoints, and every checkpoint with an empty file `step-N.keep` beside it."""
     keep_every_n_steps: MultipleOfInterval = 0
     """Also keep checkpoints whose step is a multiple of this; 0: none."""
     load_step: int = -1

@@ -55,7 +55,7 @@ class Exporter:
         for i, (step, path) in enumerate(due):
             if self._should_stop():
                 rest = ", ".join(str(step) for step, _ in due[i:])
-                logger.warning(f"not exported yet: step {rest}; the next start of the run exports it")
+                self._postpone(rest)
                 return
             self._export(step, path, verify=step != committed)
 
@@ -70,6 +70,9 @@ class Exporter:
 
     def _should_stop(self) -> bool:
         return self._given_up.is_set() or self._is_stopping()
+
+    def _postpone(self, steps: str) -> None:
+        logger.warning(f"not exported yet: step {steps}; the next start exports it if its checkpoint is left")
 
     def _is_due(self, step: int) -> bool:
         interval = self._config.export_hf_interval
@@ -94,7 +97,7 @@ class Exporter:
             logger.info(f"exported {target} ({gib(size)})")
         except Exception as e:  # a failed export must not end the run: the checkpoint is safe
             if self._should_stop():
-                logger.warning(f"not exported yet: step {step}; the next start of the run exports it")
+                self._postpone(str(step))
                 return
             self._failed[step] = CheckpointError(
                 f"step {step} could not be exported: {e}; the run tries again when it is started again while "

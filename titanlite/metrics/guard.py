@@ -90,9 +90,11 @@ class Guard:
 
     @property
     def rewind_distance(self) -> int | None:
-        """How many steps older than the newest step a checkpoint has to be for a rewind from a spike that was
-        just detected; None if the run never rewinds."""
-        return self.rewind_margin + MAX_DELAY if self.on_spike == "rewind" else None
+        """How many steps older than the newest step a checkpoint has to be for the run to go back to it after
+        a spike that was just detected; None if a spike is only logged."""
+        if self.on_spike == "log":
+            return None
+        return MAX_DELAY + (self.rewind_margin if self.on_spike == "rewind" else 2)
 
     def check(self, saves_checkpoints: bool) -> None:
         """Raises ConfigError for a rewind without checkpoints."""
@@ -331,12 +333,11 @@ class StepGuard:
         steps = f"step {last}" if num == 1 else f"{num} steps in a row, {first} to {last},"
         return f"training has diverged: {steps} had a loss or gradient norm that is not finite"
 
-    def first_bad_step(self) -> int:
-        """The first step of what reason() names."""
+    def first_bad_step(self) -> int | None:
+        """The first step of what reason() names; None if it has nothing to name."""
         if spike := self._spike_ends_the_run():
             return spike.start_step
-        assert self._read_streak is not None
-        return self._read_streak.first
+        return self._read_streak.first if self._read_streak else None
 
     def sequences_of_spike(self) -> list[tuple[int, int]]:
         """The first and the last sequence of the spike that reason() names; [] if it names none."""

@@ -82,7 +82,7 @@ def _list(paths: list[Path]) -> int:
             _print(f"{path.name}: damaged and quarantined by a start of the run; delete it after inspection")
         elif path.name.startswith("archived-"):
             steps = ", ".join(str(step) for step, _ in commit.list_committed(path)) or "that were damaged"
-            _print(f"{path.name}: steps {steps}, archived when the run went back with load_step or restarted")
+            _print(f"{path.name}: steps {steps}, archived when the run went back or restarted")
     return 0
 
 

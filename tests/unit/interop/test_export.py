@@ -223,9 +223,7 @@ def test_a_run_that_is_stopped_gives_its_exports_up(
 
     monkeypatch.setattr(exporter, "write_directory", slow)
     assert train(job) == 75
-    assert re.search(
-        r"not exported yet: step 4.*; the next start of the run exports it\n", capfd.readouterr().err
-    )
+    assert re.search(r"not exported yet: step 4.*; the next start exports it if", capfd.readouterr().err)
     assert not list((job.folder / "hf").iterdir())
     steps = [step for step, _ in list_committed(job.folder / "checkpoint")]
     monkeypatch.undo()

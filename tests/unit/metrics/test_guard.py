@@ -3,6 +3,7 @@ own exit code, and its good checkpoints stay. tests/distributed/test_guard.py ha
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -10,11 +11,12 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.support.checkpoints import GUARD
+from tests.support.checkpoints import GUARD, archived
 from tests.support.jobs import make_job, metrics_of
 from tests.support.non_finite import FAULTS, bad_steps
 from titanlite import cli
@@ -29,6 +31,7 @@ from titanlite.models.base import Decoder
 from titanlite.optim.base import Optimizer, guarded_step
 from titanlite.parallel.clip import clip_divisor
 from titanlite.parallel.sharded_model import ShardedModel
+from titanlite.run import Run
 from titanlite.train import train
 
 CPU, GOOD = torch.device("cpu"), torch.tensor(0.0)
@@ -257,20 +260,24 @@ def test_a_streak_may_be_interrupted_twice(
     assert metrics_of(job)[-1]["train/skipped_steps"] == 2
 
 
-def test_a_run_that_diverges_ends_and_keeps_its_good_checkpoints(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_that_diverges_goes_back_behind_the_weights_that_may_be_the_cause(
+    tmp_path: Path, corpus: Path
 ) -> None:
+    """The loss of step 4 is that of the weights which step 3 saved. The same command, now without bad steps,
+    then equals a run that never diverged."""
     keys = [*EVERY, "--checkpoint.keep_latest_k=2", "--guard.max_consecutive=3"]
     job = make_job(tmp_path, corpus, *keys)
     with (
         bad_steps(range(4, 9)),
-        pytest.raises(Diverged, match=r"3 steps in a row, 4 to 6, .* go back to step 3.*load_step=3"),
+        pytest.raises(Diverged, match=r"3 steps in a row, 4 to 6, .* next start goes back to step 2, .*lr="),
     ):
         train(job)
-    assert saved_steps(job) == [2, 3]
-    back = make_job(tmp_path, corpus, *keys, "--checkpoint.load_step=3")
-    assert train(back) == 0
-    assert metrics_of(back)[-1]["train/skipped_steps"] == 0
+    assert (saved_steps(job), archived(job.folder)) == ([2], [[3]])
+    assert train(job) == 0
+    assert metrics_of(job)[-1]["train/skipped_steps"] == 0
+    never = make_job(tmp_path, corpus, *keys, name="never")
+    train(never)
+    assert files_of(job, 8) == files_of(never, 8)
 
 
 def test_the_command_ends_with_4_and_one_line(
@@ -284,7 +291,7 @@ def test_the_command_ends_with_4_and_one_line(
     assert last.startswith(
         "titanlite: training has diverged: step 2 had a loss or gradient norm that is not finite"
     )
-    assert "no checkpoint was saved before; start again" in last
+    assert "no healthy checkpoint was saved before, and the next start begins at step 1; change" in last
 
 
 def _same(job: Job) -> list[str]:
@@ -298,29 +305,55 @@ def test_periodic_saves_wait_for_the_end_of_a_streak(tmp_path: Path, corpus: Pat
     assert saved_steps(job) == [6, 8]
 
 
-def test_a_run_whose_last_step_is_skipped_saves_it_and_ends_with_4(tmp_path: Path, corpus: Path) -> None:
-    job = make_job(tmp_path, corpus)
-    with bad_steps({8}), pytest.raises(Diverged, match=r"step 8 had .* go back to step 4"):
+@pytest.mark.parametrize("limit", [2, 8])
+def test_a_run_whose_last_steps_are_skipped_archives_them_with_its_export(
+    tmp_path: Path, corpus: Path, limit: int
+) -> None:
+    """The first start was killed before it could do so; the second has nothing to train, and does it."""
+    keys = [f"--guard.max_consecutive={limit}", "--checkpoint.export_hf=true"]
+    job = make_job(tmp_path, corpus, *keys)
+    with bad_steps({7, 8}), pytest.raises(Diverged), patch.object(Run, "go_back", lambda run, error: error):
         train(job)
     assert saved_steps(job) == [4, 8]
-    with pytest.raises(Diverged, match="step 8 had"):
-        train(job)  # nothing is left to train, and nothing is better
-
-
-def test_a_run_that_reached_the_limit_in_its_last_step_is_not_done_when_started_again(
-    tmp_path: Path, corpus: Path
-) -> None:
-    job = make_job(tmp_path, corpus, "--guard.max_consecutive=2")
-    for _ in range(2):
-        with bad_steps({7, 8}), pytest.raises(Diverged, match=r"2 steps in a row, 7 to 8, .* back to step 4"):
-            train(job)
+    (job.folder / "hf/step-8").mkdir(parents=True, exist_ok=True)
+    with pytest.raises(Diverged, match=r"2 steps in a row, 7 to 8, .* back to step 4"):
+        train(job)
+    assert (saved_steps(job), archived(job.folder)) == ([4], [[8]])
+    assert [path.name for path in (job.folder / "hf").glob("*/step-*")] == ["step-8"]
+    assert train(job) == 0
     assert saved_steps(job) == [4, 8]
+
+
+def test_a_run_without_a_healthy_checkpoint_begins_again(tmp_path: Path, corpus: Path) -> None:
+    """Step 1 is saved with finite weights that may be the cause, and step 3 by a signal, in the streak. The
+    run resumes from step 3."""
+    job = make_job(tmp_path, corpus, "--guard.max_consecutive=3", *EVERY)
+    with bad_steps(range(2, 9), signal_at=2):
+        assert train(job) == 75
+    assert saved_steps(job) == [1, 3]
+    with bad_steps(range(2, 9)), pytest.raises(Diverged, match=r"steps in a row, 2 to 4, .* at step 1; "):
+        train(job)
+    assert (saved_steps(job), archived(job.folder)) == ([], [[1, 3]])
+    assert train(job) == 0
+    assert [line["step"] for line in metrics_of(job)] == [*range(1, 9)]
+
+
+def test_an_error_while_archiving_does_not_hide_that_training_has_diverged(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error", "checkpoint")
+
+    monkeypatch.setattr(commit, "archive_after", refused)
+    job = make_job(tmp_path, corpus, "--guard.skip_non_finite=false")
+    with bad_steps({2}), pytest.raises(Diverged, match=r"step 2 had .* could not be archived: .*Input"):
+        train(job)
 
 
 def test_the_way_back_waits_for_the_checkpoint_that_is_being_written(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Step 4 is committed only after the run has found that it diverged."""
+    """Step 3 is committed only after the run has found that it diverged."""
     diverged, commit_, reason = threading.Event(), commit.commit, StepGuard.reason
 
     def late(*args: Any) -> Path:
@@ -333,31 +366,31 @@ def test_the_way_back_waits_for_the_checkpoint_that_is_being_written(
 
     monkeypatch.setattr(commit, "commit", late)
     monkeypatch.setattr(StepGuard, "reason", telling)
-    job = make_job(tmp_path, corpus, "--guard.max_consecutive=1")
-    with bad_steps({5}), pytest.raises(Diverged, match=r"step 5 had .*; go back to step 4,"):
+    job = make_job(tmp_path, corpus, "--guard.max_consecutive=1", "--checkpoint.interval=3")
+    with bad_steps({5}), pytest.raises(Diverged, match=r"step 5 had .*; the next start goes back to step 3,"):
         train(job)
 
 
-def test_the_way_back_to_a_step_that_was_gone_back_to_before(tmp_path: Path, corpus: Path) -> None:
-    """load_step does not go back twice to a step after which something was saved."""
-    with bad_steps({8}), pytest.raises(Diverged, match=r"8 had .* not finite; go back to step 4"):
-        train(make_job(tmp_path, corpus))
-    job = make_job(tmp_path, corpus, "--checkpoint.load_step=4")
-    with bad_steps({8}), pytest.raises(Diverged, match=r"; move step-8 out of .*, then go back to step 4"):
-        train(job)
-    (job.folder / "checkpoint/step-8").rename(job.folder / "step-8")
+def test_the_way_back_for_a_run_that_has_a_load_step(tmp_path: Path, corpus: Path) -> None:
+    """The run has gone back to step 4, and is to go back to step 2 and to step 4 again."""
+    train(make_job(tmp_path, corpus, "--checkpoint.interval=2"))
+    job = make_job(tmp_path, corpus, "--checkpoint.interval=2", "--checkpoint.load_step=4")
+    for bad, back in (({5, 6, 7, 8}, 2), ({7, 8}, 4), ({8}, 6)):
+        with bad_steps(bad), pytest.raises(Diverged, match=f"8.* not finite; .* goes back to step {back}"):
+            train(job)
+        assert saved_steps(job)[-1] == back
     assert train(job) == 0
     assert [line["step"] for line in metrics_of(job)] == [*range(1, 9)]
 
 
-def test_retention_keeps_the_newest_checkpoint_from_before_a_streak(tmp_path: Path, corpus: Path) -> None:
-    """Each start is stopped by a signal in the streak, and saves."""
-    keys = ["--checkpoint.interval=2", "--checkpoint.keep_latest_k=2", "--training.steps=16"]
+def test_retention_keeps_two_checkpoints_from_before_a_streak(tmp_path: Path, corpus: Path) -> None:
+    """Each start is stopped by a signal in the streak, and saves. The weights of step 2 may be the cause."""
+    keys = [*EVERY, "--checkpoint.keep_latest_k=2", "--training.steps=16"]
     for step in (3, 5, 7):
         with bad_steps(range(3, 17), signal_at=step):
             job = make_job(tmp_path, corpus, *keys)
             assert train(job) == 75
-    assert saved_steps(job) == [2, 6, 8]
+    assert saved_steps(job) == [1, 2, 6, 8]
 
 
 def test_a_state_that_is_not_finite_is_not_saved(
@@ -374,7 +407,7 @@ def test_a_state_that_is_not_finite_is_not_saved(
     monkeypatch.setattr(Checkpointer, "save", spoiled)
     job = make_job(tmp_path, corpus, "--checkpoint.interval=2")
     name = r"optimizer.model.embed_tokens.weight.exp_avg_sq"
-    with pytest.raises(Diverged, match=f"after step 4 {name} are not finite; .* go back to step 2"):
+    with pytest.raises(Diverged, match=f"after step 4 {name} are not finite; .* goes back to step 2"):
         train(job)
     assert saved_steps(job) == [2]
 

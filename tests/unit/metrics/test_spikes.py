@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.checkpoints import archived
 from tests.support.curves import KINDS, noise_like
 from tests.support.jobs import make_job
 from tests.support.non_finite import bad_steps
@@ -290,16 +291,16 @@ def test_a_run_whose_loss_spikes_says_so_and_goes_on(
 
 @pytest.mark.usefixtures("short_windows")
 def test_a_run_that_stops_at_a_spike_names_the_checkpoint_before_it(tmp_path: Path, corpus: Path) -> None:
-    """Step 24 lies in the rise. Starting the run again gives the same result."""
+    """Step 24 lies in the rise, and is archived. Starting the run again gives the same result."""
     job = make_job(tmp_path, corpus, *SPIKING, "--guard.on_spike=stop")
     for _ in range(2):
         with (
             bad_steps(range(22, 35), "random tokens"),
-            pytest.raises(Diverged, match=r"the loss has spiked by .* at step 22 .* go back to step 16"),
+            pytest.raises(Diverged, match=r"the loss has spiked by .* at step 22 .* goes back to step 16"),
         ):
             train(job)
     steps = [step for step, _ in commit.list_committed(job.folder / "checkpoint")]
-    assert steps == [8, 16, 24]
+    assert (steps, archived(job.folder)) == ([8, 16], [[24], [24]])
 
 
 def test_steps_are_compared_only_since_the_last_change_of_the_loss() -> None:

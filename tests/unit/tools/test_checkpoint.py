@@ -83,7 +83,7 @@ def test_list_tells_of_a_run_that_went_back(run: Path, capsys: pytest.CaptureFix
     back.load(toy.net, toy.optimizer, toy.state)
     back.close()
     assert output(capsys, "list", run)[3:] == [
-        "archived-0: steps 2, 3, archived when the run went back with load_step or restarted"
+        "archived-0: steps 2, 3, archived when the run went back or restarted"
     ]
 
 
