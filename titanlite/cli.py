@@ -22,13 +22,14 @@ from contextlib import nullcontext, suppress
 
 from titanlite import commands
 from titanlite.config.component import ConfigError
-from titanlite.files import REFUSALS
+from titanlite.files import REFUSALS, is_file_error
 from titanlite.log import printable, tell
 from titanlite.runtime import environment
 from titanlite.runtime.signals import Stopped, stop_requests
 
 ROOM = "; make room there (df -h, df -i), or name a folder on another disk"
 FILES = "; raise the limit of open files (ulimit -n)"
+AGAIN = "; check the disk or the mount (dmesg, df), and start the same command again"
 REMEDIES = {
     errno.ENOSPC: ROOM,
     errno.EDQUOT: ROOM,
@@ -73,7 +74,7 @@ def run(argv: Sequence[str]) -> int:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             return 128 + signal.SIGPIPE  # as in `titanlite ... | head`
         code = exit_code(error)
-        if code == 1 and not hasattr(error, "exit_code"):
+        if code == 1 and not hasattr(error, "exit_code") and not is_file_error(error):
             _print(traceback.format_exc())
         else:
             if _is_first_rank():
@@ -86,7 +87,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def exit_code(error: Exception) -> int:
-    """Return the exit code for an error: its attribute, 2 for a refusal of the operating system, else 1."""
+    """Return the exit code for an error: its attribute, 2 for a refusal of the operating system, else 1, at
+    which the launcher may start again: an I/O error or a stale mount may be temporary."""
     refused = isinstance(error, OSError) and error.errno in REFUSALS
     return getattr(error, "exit_code", 2 if refused else 1)
 
@@ -139,10 +141,10 @@ def _reader_is_gone() -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Return the error in one line; for a refusal of the operating system: file, reason and advice."""
-    if isinstance(error, OSError) and error.errno in REFUSALS:
+    """Return the error in one line; for an error of the file system: file, reason and advice."""
+    if isinstance(error, OSError) and is_file_error(error):
         where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
-        remedy = REMEDIES.get(error.errno or 0, "")
+        remedy = REMEDIES.get(error.errno or 0, "" if error.errno in REFUSALS else AGAIN)
         return f"{where}{error.strerror}{remedy}"
     return str(error)
 

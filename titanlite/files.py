@@ -37,6 +37,16 @@ HUB_CACHE_NAMES = ("models--", "datasets--", "spaces--")  # of a repository's fo
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
+def is_file_error(error: BaseException) -> bool:
+    """Whether an error is one of the file system, and not of the program: a refusal, or an OSError that names
+    the file. Files that may be missing are looked for, so a missing file that was not is a mistake of the
+    program, and so is a file that exists already."""
+    return isinstance(error, OSError) and (
+        error.errno in REFUSALS
+        or (error.filename is not None and not isinstance(error, (FileNotFoundError, FileExistsError)))
+    )
+
+
 class FileFault(ValueError):
     """A file has the wrong type or is too large. The message does not name the file: "it is a named pipe, not
     a file"; callers add the name."""
@@ -59,7 +69,7 @@ def open_regular(path: str | Path) -> io.BufferedReader:
 def read_regular(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
     """The content of a regular file. Raises FileFault for anything else, and for a file larger than
     `max_bytes`."""
-    with open_regular(path) as file:
+    with open_regular(path) as file, named(path):
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise FileFault(f"it has more than {max_bytes:,} bytes, too many for a file of its kind")
@@ -168,7 +178,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 def hash_file(path: Path) -> tuple[int, str]:
     """Size in bytes and hexadecimal SHA-256 of a regular file. Raises FileFault for anything else."""
     sha, size = hashlib.sha256(), 0
-    with open_regular(path) as file:
+    with open_regular(path) as file, named(path):
         view = memoryview(bytearray(min(READ_BYTES, os.fstat(file.fileno()).st_size + 1)))
         while count := file.readinto(view):
             sha.update(view[:count])

@@ -68,10 +68,10 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return calls
 
 
-def complaint_of(result: tuple[int, str, str]) -> str:
+def complaint_of(result: tuple[int, str, str], wanted_code: int = 2) -> str:
     """The one line of an error of the user's."""
     code, out, err = result
-    assert code == 2, err
+    assert code == wanted_code, err
     assert out == ""
     assert err.startswith("titanlite: ")
     assert err.count("\n") == 1, "more than one line"
@@ -871,9 +871,20 @@ def test_a_name_that_is_too_long_is_one_line(run, config):
     assert said.endswith("cannot be made: File name too long")
 
 
-def test_other_errors_of_the_system_are_crashes(run, monkeypatch):
+def test_an_error_of_a_file_is_one_line_and_1(run, monkeypatch):
     """A restart may get past an I/O error or a stale mount."""
     monkeypatch.setattr(train, "main", raising(OSError(errno.EIO, "Input/output error", "x")))
+    assert complaint_of(run("train", DEBUG), 1) == (
+        "x: Input/output error; check the disk or the mount (dmesg, df), and start the same command again"
+    )
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), FileNotFoundError(errno.ENOENT, "No such file", "x")]
+)
+def test_other_errors_of_the_system_are_crashes(run, monkeypatch, error):
+    """They name no file, or one whose absence the program does not expect."""
+    monkeypatch.setattr(train, "main", raising(error))
     code, _, err = run("train", DEBUG)
     assert code == 1
     assert "Traceback" in err

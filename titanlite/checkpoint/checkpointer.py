@@ -367,14 +367,14 @@ class Checkpointer:
     def _retain(self) -> None:
         if not self.config.keep_latest_k:  # keeps all
             return
-        healthy = healthy_steps(self.folder)
-        keep = set(healthy[-2:])  # the next step may show that the weights of the newest have diverged
-        if self._candidate is not None:
-            keep.add(self._candidate.step)
-        if self._rewind_distance is not None:
-            newest_step = commit.list_committed(self.folder)[-1][0]
-            keep |= steps_for_rewind(healthy, newest_step - self._rewind_distance)
         try:
+            healthy = healthy_steps(self.folder)
+            keep = set(healthy[-2:])  # the next step may show that the weights of the newest have diverged
+            if self._candidate is not None:
+                keep.add(self._candidate.step)
+            if self._rewind_distance is not None:
+                newest_step = commit.list_committed(self.folder)[-1][0]
+                keep |= steps_for_rewind(healthy, newest_step - self._rewind_distance)
             commit.retain(self.folder, self.config.keep_latest_k, self.config.keep_every_n_steps, keep)
         except OSError as e:  # not an error of the save: the new checkpoint exists
             logger.error(f"old checkpoints could not be deleted: {e}")

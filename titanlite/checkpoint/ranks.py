@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.config.component import ConfigError
-from titanlite.files import REFUSALS
+from titanlite.files import is_file_error
 
 TIMEOUT = timedelta(hours=1)  # long, because a slow disk is not a hang
 T = TypeVar("T")
@@ -92,11 +92,9 @@ class Ranks:
         """The result of `act()`, or its error as the other ranks are to raise it."""
         try:
             return act()
-        except (CheckpointError, ConfigError) as e:
-            return e
-        except OSError as e:
-            return e if e.errno in REFUSALS else RuntimeError(f"rank 0, {self.folder}: {e}")
         except Exception as e:  # every error must reach the other ranks, which wait for the result
+            if isinstance(e, (CheckpointError, ConfigError)) or is_file_error(e):
+                return e
             return RuntimeError(f"rank 0, {self.folder}: {type(e).__name__}: {e}")
 
     def _broadcast(self, value: Any) -> Any:

@@ -23,7 +23,7 @@ from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.state import AVERAGED_FROM, TRAIN, listed, read_train
 from titanlite.config.component import ConfigError
 from titanlite.config.paths import check_folder
-from titanlite.files import make_folder, read_regular
+from titanlite.files import is_file_error, make_folder, read_regular
 from titanlite.log import logger
 
 
@@ -154,17 +154,17 @@ class Verification:
         self._fault = self._thread.submit(self._first_fault)
 
     def result(self) -> str | None:
-        """The first damage that any rank has found, or None. Raises RuntimeError on all ranks if a rank could
-        not read its files; that does not mean that they are damaged. Collective."""
-        fault = problem = None
-        if error := self._fault.exception():
-            problem = f"rank {self._ranks.rank} cannot verify {self._path}: {type(error).__name__}: {error}"
-        else:
+        """The first damage that any rank has found, or None. Raises an OSError or a RuntimeError on all ranks
+        if a rank could not read its files; that does not mean that they are damaged. Collective."""
+        fault, error = None, self._fault.exception()
+        if error is None:
             fault = self._fault.result()
+        elif not is_file_error(error):
+            error = RuntimeError(f"rank {self._ranks.rank} cannot verify {self._path}: {error!r}")
         self._thread.shutdown()
-        fault, problem = self._ranks.first(fault), self._ranks.first(problem)
-        if problem and not fault:
-            raise RuntimeError(problem)
+        fault, error = self._ranks.first(fault), self._ranks.first(error)
+        if error is not None and fault is None:
+            raise error
         return fault
 
     def _first_fault(self) -> str | None:

@@ -3,6 +3,8 @@ many ranks would have to send."""
 
 from __future__ import annotations
 
+import errno
+import functools
 import operator
 import pickle
 from collections import Counter
@@ -26,14 +28,16 @@ def of_rank(folder: Path) -> dict[str, Any]:
     tensors = {"model": {name: torch.zeros(4) for name in mine}}
     tensors["optimizer"] = {f"{name}.step": torch.zeros(()) for name in mine}
 
-    def fail() -> list[str]:
-        raise CheckpointError("full")
+    def fail(error: Exception) -> list[str]:
+        raise error
 
+    disk = OSError(errno.EIO, "Input/output error", "job.toml")
     errors = list[str]()
     for collective in (ranks.from_rank_zero, ranks.scatter):
-        with pytest.raises(CheckpointError) as caught:
-            collective(fail)
-        errors.append(str(caught.value))
+        for error in (CheckpointError("full"), disk, KeyError("x")):
+            with pytest.raises((CheckpointError, OSError, RuntimeError)) as caught:
+                collective(functools.partial(fail, error))
+            errors.append(f"{caught.type.__name__}: {caught.value}")
     return {
         "union": ranks.union(mine),
         "nobody has one": ranks.union([]),
@@ -59,7 +63,12 @@ def test_answers_of_real_ranks(run_on, tmp_path: Path) -> None:
         "bytes": 3 * (16 + 4),
         "on rank zero": True,
         "scattered": True,
-        "errors": ["full", "full"],
+        "errors": 2
+        * [
+            "CheckpointError: full",
+            "OSError: [Errno 5] Input/output error: 'job.toml'",
+            f"RuntimeError: rank 0, {tmp_path}: KeyError: 'x'",
+        ],
     }
     assert run_on(3, of_rank, tmp_path) == [wanted] * 3
 
