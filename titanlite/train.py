@@ -64,7 +64,7 @@ def train(job: Job) -> int:
 def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     """Build the data, the model and the optimizer of the run, and load the checkpoint that it resumes from.
     Cheap compatibility checks run first; the run folder is not written to until they have passed."""
-    use_compile_cache(job.compile.cache_dir, rt.device, job.folder)
+    use_compile_cache(job.compile.cache_dir, job.compile.enable, rt.device, job.folder)
     attention, kernel = startup.check_device(job, rt.device, rt.param_dtype, rt.world_size)
     tokenizer = startup.open_tokenizer(job)
     net = job.build_on_meta()

@@ -43,7 +43,8 @@ class Compile:
     cache_dir: PathText = ""
     """Folder in which compiled code is kept for later starts. It must belong to you alone, and must not be in
     the run folder, because the code is executed. Empty: `titanlite/compile` in your cache folder
-    (`$XDG_CACHE_HOME`, otherwise `~/.cache`), or `$TORCHINDUCTOR_CACHE_DIR` if you have set it."""
+    (`$XDG_CACHE_HOME`, otherwise `~/.cache`), or `$TORCHINDUCTOR_CACHE_DIR` if you have set it. If that
+    folder cannot be made, or others may write to it, torch chooses one, and a warning says so."""
 
     def __post_init__(self) -> None:
         if self.backend != "inductor":  # the list of backends takes a second to import

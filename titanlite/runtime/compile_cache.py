@@ -24,34 +24,39 @@ from titanlite.runtime.process import device_name
 DEFINITIONS = ("attention/head_tail.py", "models/grouped_mm.py", "models/moe.py", "parallel/torch_compat.py")
 
 
-def use_compile_cache(cache_dir: str, device: torch.device, run_folder: Path) -> None:
+def use_compile_cache(cache_dir: str, compiles: bool, device: torch.device, run_folder: Path) -> None:
     """Let torch's compiler keep its code in `cache_dir`, by default `titanlite/compile` in the user's cache
     folder, and there in a folder for these versions of torch and titanlite and this device. If the user has
-    set TORCHINDUCTOR_CACHE_DIR, it stays, unless `cache_dir` is given.
+    set TORCHINDUCTOR_CACHE_DIR, it stays, unless `cache_dir` is given. `compiles`: whether the model is
+    compiled; otherwise a run on a CPU compiles nothing, and neither makes nor checks the default folder.
 
-    Raises ConfigError if others own the folder or may write to it, or if it is in `run_folder`. If the
-    default folder cannot be made, compiled code stays where torch keeps it, and a warning says so."""
+    Raises ConfigError if others own `cache_dir` or may write to it, or if it is in `run_folder`. If the
+    default folder cannot be made, or is not the user's alone, compiled code stays where torch keeps it, and a
+    warning says so."""
     _tag_with_definitions()
-    if not cache_dir and compile_cache_of_user():
+    if not cache_dir and (compile_cache_of_user() or not (compiles or device.type == "cuda")):
         return
-    folder = Path(cache_dir) if cache_dir else user_cache() / "titanlite" / "compile"
-    if cache_dir and folder.resolve().is_relative_to(run_folder.resolve()):
-        raise ConfigError(
-            f"{folder} is in the run folder {run_folder}: who copies the run would execute the code in it",
-            "compile.cache_dir",
-        )
     # Code for a CPU uses the instructions of this one, and a home folder may be on several machines.
     kind = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device_name(device)
     name = f"torch-{torch.__version__} titanlite-{titanlite.__version__} {kind}"
-    own = folder / re.sub(r"[^\w.+-]+", "_", name)
+    folder = Path(cache_dir) if cache_dir else user_cache() / "titanlite" / "compile"
     try:
+        folder = folder.expanduser()
+        if cache_dir and folder.resolve().is_relative_to(run_folder.resolve()):
+            raise ConfigError(
+                f"{folder} is in the run folder {run_folder}: who copies the run would execute the code in it"
+            )
+        own = folder / re.sub(r"[^\w.+-]+", "_", name)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_owner(folder)
         own.mkdir(mode=0o700, exist_ok=True)
-    except OSError as e:
+    except (OSError, RuntimeError, ConfigError) as e:  # RuntimeError: `~` is the home folder of nobody
+        why = str(e)
+        if not isinstance(e, ConfigError):
+            why = f"cannot use the folder {folder}: {e.strerror if isinstance(e, OSError) else e}"
         if cache_dir:
-            raise ConfigError(f"cannot use the folder {folder}: {e.strerror}", "compile.cache_dir") from None
-        logger.warning(f"compiled code is not kept in {folder}: {e.strerror}")
+            raise ConfigError(why, "compile.cache_dir") from None
+        logger.warning(f"compiled code stays in torch's own folder, unless you set compile.cache_dir: {why}")
         return
     set_compile_cache(str(own.absolute()))
 
@@ -74,6 +79,4 @@ def _check_owner(folder: Path) -> None:
         why = f"can be written to by other users; `chmod 700 {folder}` takes their right away"
     else:
         return
-    raise ConfigError(
-        f"{folder} {why}. The code in it is executed: name a folder of your own", "compile.cache_dir"
-    )
+    raise ConfigError(f"{folder} {why}. The code in it is executed: name a folder of your own")

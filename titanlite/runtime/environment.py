@@ -110,8 +110,8 @@ def set_deterministic_defaults() -> None:
 
 
 def user_cache() -> Path:
-    """The folder for what programs of this user keep and can make again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    """The folder for what programs of this user keep and can make again; may begin with `~`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
 
 
 def compile_cache_of_user() -> str | None:

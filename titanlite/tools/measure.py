@@ -64,7 +64,7 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
     try:
         gpus, one_rank = _num_gpus(job, ranks), _on_one_rank(job)
         with runtime(one_rank.training, one_rank.parallelism, job.comm) as rt:
-            use_compile_cache(job.compile.cache_dir, rt.device, job.folder)
+            use_compile_cache(job.compile.cache_dir, job.compile.enable, rt.device, job.folder)
             measurement = _measure(one_rank, options.config, rt)
     except ConfigError as e:
         raise toml.read(options.config, overrides)[1].located(e) from None

@@ -35,7 +35,7 @@ def environ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[st
 
 
 def test_compiled_code_is_kept_in_the_users_cache_folder(environ: dict[str, str], tmp_path: Path) -> None:
-    use_compile_cache("", CPU, tmp_path / "run")
+    use_compile_cache("", True, CPU, tmp_path / "run")
     folder = Path(environ[VARIABLE])
     assert folder.parent == tmp_path / "cache/titanlite/compile"
     assert folder.name.startswith(f"torch-{torch.__version__}_titanlite-")
@@ -61,9 +61,9 @@ def test_code_is_compiled_again_for_other_operators_and_passes(
             path.write_text((package / module).read_text() + "# edited" * (module == edited))
         monkeypatch.setattr(titanlite, "__file__", str(tmp_path / "package/__init__.py"))
         torch.compiler.config.cache_key_tag = "mine"
-        use_compile_cache("", CPU, tmp_path / "run")
+        use_compile_cache("", True, CPU, tmp_path / "run")
         tags.append(torch.compiler.config.cache_key_tag)
-        use_compile_cache("", CPU, tmp_path / "run")
+        use_compile_cache("", True, CPU, tmp_path / "run")
         assert torch.compiler.config.cache_key_tag == tags[-1]  # it is added once
     assert all(tag.startswith("mine ") for tag in tags)
     assert tags[0] == tags[1]
@@ -72,7 +72,7 @@ def test_code_is_compiled_again_for_other_operators_and_passes(
         source = tmp_path / "package" / module
         source.rename(source.with_suffix(".pyc"))
     torch.compiler.config.cache_key_tag = "mine"
-    use_compile_cache("", CPU, tmp_path / "run")
+    use_compile_cache("", True, CPU, tmp_path / "run")
     assert torch.compiler.config.cache_key_tag == tags[-1]
 
 
@@ -100,9 +100,9 @@ print(counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxg
 
 def test_the_users_variable_stays_unless_the_key_is_set(environ: dict[str, str], tmp_path: Path) -> None:
     environ[VARIABLE] = "mine"
-    use_compile_cache("", CPU, tmp_path / "run")
+    use_compile_cache("", True, CPU, tmp_path / "run")
     assert environ[VARIABLE] == "mine"
-    use_compile_cache(str(tmp_path / "other"), CPU, tmp_path / "run")
+    use_compile_cache(str(tmp_path / "other"), True, CPU, tmp_path / "run")
     assert Path(environ[VARIABLE]).parent == tmp_path / "other"
 
 
@@ -111,11 +111,11 @@ def test_a_folder_that_others_may_write_to_is_refused(environ: dict[str, str], t
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(ConfigError, match=r"can be written to by other users; `chmod 700 ") as e:
-        use_compile_cache(str(folder), CPU, tmp_path / "run")
+        use_compile_cache(str(folder), True, CPU, tmp_path / "run")
     assert e.value.key == "compile.cache_dir"
     assert VARIABLE not in environ
     folder.chmod(0o755)
-    use_compile_cache(str(folder), CPU, tmp_path / "run")  # control
+    use_compile_cache(str(folder), True, CPU, tmp_path / "run")  # control
 
 
 def test_a_folder_of_another_user_is_refused(
@@ -123,27 +123,59 @@ def test_a_folder_of_another_user_is_refused(
 ) -> None:
     monkeypatch.setattr(compile_cache, "os", SimpleNamespace(getuid=lambda: os.getuid() + 1))
     with pytest.raises(ConfigError, match="belongs to another user"):
-        use_compile_cache("", CPU, tmp_path / "run")
+        use_compile_cache(str(tmp_path / "theirs"), True, CPU, tmp_path / "run")
 
 
 def test_a_folder_inside_the_run_folder_is_refused(environ: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "run")
     for folder in ("run", "run/cache", "link/cache"):
         with pytest.raises(ConfigError, match="is in the run folder"):
-            use_compile_cache(str(tmp_path / folder), CPU, tmp_path / "run")
+            use_compile_cache(str(tmp_path / folder), True, CPU, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_cache_folder_that_cannot_be_made(
-    environ: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kind", ["a file", "shared", "another user's", "of nobody"])
+def test_a_default_folder_that_cannot_be_used_is_a_warning(
+    environ: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
 ) -> None:
-    (tmp_path / "cache").touch()
+    cache = tmp_path / "cache"
+    if kind == "a file":
+        cache.touch()
+    elif kind == "of nobody":  # as `~` of a user id without a home folder
+        environ["XDG_CACHE_HOME"] = "~no such user"
+    else:
+        (cache / "titanlite/compile").mkdir(parents=True)
+        (cache / "titanlite/compile").chmod(0o770 if kind == "shared" else 0o700)
+    owner = os.getuid() + (kind == "another user's")
+    monkeypatch.setattr(compile_cache, "os", SimpleNamespace(getuid=lambda: owner))
     with caplog.at_level(logging.WARNING):
-        use_compile_cache("", CPU, tmp_path / "run")
+        use_compile_cache("", False, CPU, tmp_path / "run")
+        assert not caplog.records, "nothing is compiled"
+        use_compile_cache("", True, CPU, tmp_path / "run")
     assert VARIABLE not in environ
-    assert "compiled code is not kept in" in caplog.text
-    with pytest.raises(ConfigError, match="cannot use the folder"):
-        use_compile_cache(str(tmp_path / "cache/mine"), CPU, tmp_path / "run")
+    (record,) = caplog.records
+    assert "compiled code stays in torch's own folder" in record.getMessage()
+
+
+def test_a_run_that_compiles_nothing_makes_no_folder(environ: dict[str, str], tmp_path: Path) -> None:
+    use_compile_cache("", False, CPU, tmp_path / "run")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["a file/mine", "~no such user/mine"])
+def test_a_named_folder_that_cannot_be_made_is_refused(
+    environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a file").touch()
+    with pytest.raises(ConfigError, match=f"cannot use the folder {name}: ") as e:
+        use_compile_cache(name, True, CPU, tmp_path / "run")
+    assert e.value.key == "compile.cache_dir"
+    assert VARIABLE not in environ
 
 
 @pytest.mark.full
