@@ -64,7 +64,7 @@ def run(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except Stopped as stopped:
-        if _is_first_rank():
+        if environment.is_first_local_rank():
             tell(stopped)
         return stopped.exit_code
     except KeyboardInterrupt:
@@ -77,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
         if code == 1 and not hasattr(error, "exit_code") and not is_file_error(error):
             _print(traceback.format_exc())
         else:
-            if _is_first_rank():
+            if environment.is_first_local_rank():
                 tell(_reason(error))
             else:
                 # Most such errors occur on all ranks; the launcher then ends this process while it sleeps.
@@ -153,11 +153,6 @@ def _print(text: str) -> None:
     """Print to standard error, which may be closed."""
     with suppress(OSError):
         print(printable(text), end="", file=sys.stderr, flush=True)
-
-
-def _is_first_rank() -> bool:
-    """Return whether this is the first rank of its node, which reports errors that all ranks have."""
-    return environment.local_rank() == 0
 
 
 def unsupported_torch() -> str | None:

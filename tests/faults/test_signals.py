@@ -174,7 +174,7 @@ def _train(folder: Path, arguments: list[str], events: list[Event]) -> None:
     write_output_to(folder / f"log-{rank}")
     os.chdir(folder)
     Path(f"pid-{rank}").write_text(str(os.getpid()))
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOG_RANK": "0,1"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOG_RANK": "0,1"}
     signals.LOOK_S = 0.0  # the run takes only a second
     for event in events:
         if event.rank == rank:

@@ -481,7 +481,8 @@ def test_other_ranks_tell_a_mistake_only_if_the_first_of_the_node_does_not(
     """It ends them while they wait, through the launcher, if it has the same to say."""
     waited = []
     monkeypatch.setattr(cli.time, "sleep", waited.append)
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", local_rank), ("LOCAL_RANK", local_rank)):
+        monkeypatch.setenv(name, value)
     fake_verb(monkeypatch, raising(ConfigError("wrong")))
     assert run("fake", "x") == (2, "", f"titanlite: {who}wrong\n")
     assert waited == waits

@@ -1,7 +1,7 @@
 """Environment variables: the only module of titanlite that reads or sets them.
 
-A variable that the user has set is left alone. The module imports no torch, because OpenMP reads its
-variables while torch is imported.
+A variable that the user has set is left alone; an empty one counts as not set. The module imports no torch,
+because OpenMP reads its variables while torch is imported.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
+
+from titanlite.config.component import ConfigError
 
 LAUNCHER_PID = "TITANLITE_LAUNCHER_PID"
 _TUNE_PID = "TITANLITE_TUNE_PID"
@@ -19,24 +22,85 @@ NOTES = "TITANLITE_NOTES"
 MAX_CONNECTED = 256  # ranks that gloo connects with each other at the start
 
 
+class Place(NamedTuple):
+    """The number of this process among those of the job, and among those of the job on its node."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    local_rank: int = 0
+    num_local_ranks: int = 1
+
+
+def place() -> Place:
+    """This process's place, as a launcher sets it. Without WORLD_SIZE, or if it is 1, the process is the only
+    one of its job: schedulers and other programs leave RANK and LOCAL_RANK behind. Raises ConfigError if the
+    variables do not fit together."""
+    num_ranks = _number("WORLD_SIZE", 1, 1)
+    if num_ranks == 1:
+        return Place()
+    num_local_ranks = _number("LOCAL_WORLD_SIZE", 1, 1, num_ranks)
+    most = num_local_ranks - 1 if os.environ.get("LOCAL_WORLD_SIZE") else num_ranks - 1
+    return Place(
+        _number("RANK", None, 0, num_ranks - 1), num_ranks, _number("LOCAL_RANK", 0, 0, most), num_local_ranks
+    )
+
+
+def _number(name: str, default: int | None, least: int, most: int | None = None) -> int:
+    """The number in a variable that a launcher sets. `default`: if it is not set; None: it must be."""
+    text = os.environ.get(name)
+    if not text and default is not None:
+        return default
+    if text and text.isdecimal() and least <= int(text) and (most is None or int(text) <= most):
+        return int(text)
+    expected = f">= {least}" if most is None else f"from {least} to {most}"
+    sizes = (size for size in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if size != name and size in os.environ)
+    because = "".join(f", {size}={os.environ[size]}" for size in sizes)
+    raise ConfigError(
+        f"{name}={text or ''}{because}: expected an integer {expected}. `titanlite launch` and torchrun set "
+        "these variables; for a single process, unset WORLD_SIZE"
+    )
+
+
 def global_rank() -> int:
-    """Rank of this process in the job, as the launcher set it; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
+    """Rank of this process in the job; see `place`."""
+    return place().rank
 
 
 def num_ranks() -> int:
-    """Number of processes in the job, as the launcher set it; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Number of processes in the job; see `place`."""
+    return place().num_ranks
 
 
 def local_rank() -> int:
-    """Number of this process among the processes of its node."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    """Number of this process among the processes of its node; see `place`."""
+    return place().local_rank
 
 
 def num_local_ranks() -> int:
-    """Number of processes of the job on this node."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """Number of processes of the job on this node; see `place`."""
+    return place().num_local_ranks
+
+
+def is_first_local_rank() -> bool:
+    """Whether this is the first rank of its node, which reports errors that all ranks have."""
+    try:
+        return local_rank() == 0
+    except ConfigError:  # it is the error
+        return True
+
+
+def store_address() -> tuple[str, int, bool]:
+    """Host and port of the store over which the ranks meet, and whether rank 0 is to open it; under torchrun,
+    its agent has done so. Raises ConfigError."""
+    host, port = os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", None, 1, 65535)
+    found, why = [], "not set"
+    try:
+        found = socket.getaddrinfo(host, port) if host else []
+    except (OSError, UnicodeError) as e:
+        why = str(e)
+    if not found:
+        raise ConfigError(f"MASTER_ADDR={host}: {why}; expected the host of rank 0")
+    return host, port, os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def logs_progress(rank: int) -> bool:
@@ -131,6 +195,17 @@ def stay_on_this_node() -> None:
     for loopback in {"lo", "lo0"} & names:  # Linux, macOS
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+
+
+def check_interfaces() -> None:
+    """Raises ConfigError if gloo is to listen on a network interface that this machine lacks."""
+    known = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in known:
+            raise ConfigError(
+                f"GLOO_SOCKET_IFNAME={name}: this machine has no such network interface (known: "
+                f"{', '.join(known)})"
+            )
 
 
 def connect_on_demand(num_ranks: int) -> None:

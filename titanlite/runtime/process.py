@@ -32,7 +32,7 @@ def world_size() -> int:
 def pick_device() -> torch.device:
     """This rank's CUDA device, else Apple's GPU, else the CPU."""
     if torch.cuda.is_available():
-        processes, gpus = num_local_ranks(), torch.cuda.device_count()
+        processes, gpus = max(num_local_ranks(), local_rank() + 1), torch.cuda.device_count()
         if processes > gpus:
             raise ConfigError(f"{processes} processes on this node, which has {gpus} GPUs; lower NGPU")
         device = torch.device("cuda", local_rank())
@@ -61,8 +61,9 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # the reader of a pipe may be gone
             stream.flush()
-    if code == 1 and world_size() > 1:
-        time.sleep(2)  # another rank probably failed first; let the launcher see its exit code
+    with suppress(ConfigError):
+        if code == 1 and world_size() > 1:
+            time.sleep(2)  # another rank probably failed first; let the launcher see its exit code
     os._exit(code)
 
 

@@ -12,11 +12,13 @@ import torch.distributed as dist
 
 from titanlite.config.component import check_at_least
 from titanlite.runtime.environment import (
+    check_interfaces,
     connect_on_demand,
     notes_folder,
     num_local_ranks,
     set_flight_recorder_defaults,
     stay_on_this_node,
+    store_address,
 )
 
 
@@ -36,7 +38,9 @@ class Comm:
 
 def init_process_group(device: torch.device, comm: Comm, rank: int, num_ranks: int) -> None:
     """Make the default process group: NCCL for CUDA tensors, gloo for CPU tensors. Ranks that are all on one
-    node open no port to the network."""
+    node open no port to the network. Raises ConfigError for a network interface or an address of rank 0 that
+    does not exist, and NotReached if rank 0 does not open its port in time."""
+    check_interfaces()
     set_flight_recorder_defaults()
     connect_on_demand(num_ranks)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -48,8 +52,20 @@ def init_process_group(device: torch.device, comm: Comm, rank: int, num_ranks: i
         if store is not None:
             store.set_timeout(timeout)
             rendezvous = {"store": store, "rank": rank, "world_size": num_ranks}
+    if not rendezvous:
+        _wait_for_store(rank, comm)
     device_id = device if device.type == "cuda" else None
     dist.init_process_group(backend, timeout=timeout, device_id=device_id, **rendezvous)
+
+
+def _wait_for_store(rank: int, comm: Comm) -> None:
+    """Wait until the store of all ranks can be reached. During torch's own wait, signals have no effect."""
+    from titanlite.runtime.rendezvous import logged_when_long, wait_for
+
+    host, port, rank_zero_opens = store_address()
+    if rank > 0 or not rank_zero_opens:
+        with logged_when_long(lambda: f"waiting for rank 0 at {host}:{port}"):
+            wait_for(host, port, comm.init_timeout_seconds, f"rank 0 does not answer at {host}:{port}")
 
 
 def _store_on_this_node(num_ranks: int) -> Any:

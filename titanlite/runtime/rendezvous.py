@@ -150,7 +150,8 @@ def create(node_rank: int, parameters: RendezvousParameters) -> RendezvousHandle
         if node_rank == 0:
             check_port(host, port)
         else:
-            _wait_for(host, port, timeout_s)
+            missing = f"no launcher answers at {host}:{port}; is the first node's launcher running?"
+            wait_for(host, port, timeout_s, missing)
         # In a thread: neither a signal nor a timeout ends torch's wait if another program listens at the
         # port.
         made: Future[tuple[Any, Any]] = Future()
@@ -205,18 +206,16 @@ def check_port(host: str, port: int) -> None:
                     ) from error
 
 
-def _wait_for(host: str, port: int, timeout_s: float) -> None:
+def wait_for(host: str, port: int, timeout_s: float, missing: str) -> None:
     """Wait until a program listens at the port. torch's own wait prints pages and reacts to no signal. Raises
-    NotReached."""
+    NotReached with the text `missing`."""
     until = time.monotonic() + timeout_s
     while True:
         try:
             socket.create_connection((host, port), timeout=5).close()
         except OSError as error:
             if time.monotonic() > until:
-                raise NotReached(
-                    f"no launcher answers at {host}:{port} ({error}); is the first node's launcher running?"
-                ) from error
+                raise NotReached(f"{missing} ({error})") from error
             time.sleep(0.2)
         else:
             return

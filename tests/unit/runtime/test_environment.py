@@ -11,7 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.simulated_ranks import connections
+from titanlite.config.component import ConfigError
 from titanlite.runtime import environment
+from titanlite.runtime.environment import Place, place
+from titanlite.runtime.process_group import Comm, _wait_for_store
+from titanlite.runtime.rendezvous import NotReached
 
 
 @pytest.fixture
@@ -82,6 +86,82 @@ def test_ranks_of_one_node_stay_on_the_loopback_interface(environ: dict[str, str
     environ[theirs] = "eth7"  # the user's own choice stays
     environment.stay_on_this_node()
     assert environ == {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, theirs: "eth7"}
+
+
+def test_an_interface_that_does_not_exist_is_refused(environ: dict[str, str]) -> None:
+    known = [name for _, name in socket.if_nameindex()]
+    environ["GLOO_SOCKET_IFNAME"] = ",".join(known)
+    environment.check_interfaces()
+    environ["GLOO_SOCKET_IFNAME"] += ",eth99"
+    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME=eth99: .*\(known: .*lo"):
+        environment.check_interfaces()
+
+
+# ---- the place of this process
+
+TORCHRUN = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, Place()),
+        ({"RANK": "5", "LOCAL_RANK": "5"}, Place()),  # left behind by another program
+        ({"RANK": "node-3", "WORLD_SIZE": "1"}, Place()),
+        ({"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""}, Place()),
+        (TORCHRUN, Place(3, 4, 1, 2)),
+        ({"WORLD_SIZE": "4", "RANK": "3"}, Place(3, 4, 0, 1)),
+        ({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "3"}, Place(3, 4, 3, 1)),  # of an unknown number
+    ],
+)
+def test_the_place_of_this_process(
+    environ: dict[str, str], variables: dict[str, str], expected: Place
+) -> None:
+    environ |= variables
+    assert place() == expected
+    assert environment.is_first_local_rank() == (expected.local_rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc, LOCAL_WORLD_SIZE=2: expected an integer >= 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0, .*: expected an integer >= 1"),
+        ({"RANK": "4"}, "RANK=4, WORLD_SIZE=4, LOCAL_WORLD_SIZE=2: expected an integer from 0 to 3"),
+        ({"RANK": ""}, "RANK=, WORLD_SIZE=4, .*: expected an integer from 0 to 3"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2, .*: expected an integer from 0 to 1"),
+        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8, WORLD_SIZE=4: expected an integer from 1 to 4"),
+    ],
+)
+def test_variables_that_do_not_fit_together(
+    environ: dict[str, str], changes: dict[str, str], message: str
+) -> None:
+    environ |= TORCHRUN | changes
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        place()
+    assert environment.is_first_local_rank(), "nobody would report the error"
+
+
+@pytest.mark.parametrize("host", ["", "no such host", "a..b"])
+def test_rank_zero_needs_an_address(environ: dict[str, str], host: str) -> None:
+    environ |= TORCHRUN | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+    assert environment.store_address() == ("localhost", 29511, True)
+    environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    assert environment.store_address() == ("localhost", 29511, False)
+    environ["MASTER_ADDR"] = host
+    with pytest.raises(ConfigError, match=f"^MASTER_ADDR={host}: .*expected the host of rank 0"):
+        environment.store_address()
+
+
+def test_the_wait_for_rank_zero_ends(environ: dict[str, str]) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        environ |= TORCHRUN | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+        with pytest.raises(NotReached, match=r"^rank 0 does not answer at 127\.0\.0\.1:"):
+            _wait_for_store(3, Comm(init_timeout_seconds=1))
+        _wait_for_store(0, Comm(init_timeout_seconds=1))  # rank 0 opens the port
+        s.listen()
+        _wait_for_store(3, Comm(init_timeout_seconds=1))
 
 
 def test_many_ranks_connect_on_demand(environ: dict[str, str]) -> None:

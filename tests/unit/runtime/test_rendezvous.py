@@ -124,7 +124,7 @@ def test_a_first_node_that_is_not_there(capfd: Any) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))  # and does not listen: no other program takes the port
         port = s.getsockname()[1]
-        with pytest.raises(NotReached, match=f"^no launcher answers at 127.0.0.1:{port} "):
+        with pytest.raises(NotReached, match=f"^no launcher answers at 127.0.0.1:{port}; .*refused"):
             rendezvous.create(1, parameters(f"127.0.0.1:{port}", join_timeout=1))
     assert capfd.readouterr().err == f"titanlite: waiting for the first node's launcher at 127.0.0.1:{port}\n"
 

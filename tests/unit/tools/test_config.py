@@ -57,6 +57,7 @@ def test_rules_without_a_number_of_ranks(message, words, said, monkeypatch) -> N
     assert message in line
     degree = words.partition("degree=")[2] or "1"
     monkeypatch.setenv("WORLD_SIZE", degree)
+    monkeypatch.setenv("RANK", "0")
     assert said("train", *job) == (2, line)
 
 
