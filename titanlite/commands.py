@@ -139,7 +139,10 @@ def launch_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, str, list
     options, rest = parser("launch").read_known(argv)
     for key, least in (("nproc_per_node", 1), ("node_rank", 0), ("max_restarts", 0)):
         setattr(options, key, _number(key, getattr(options, key), least))
-    options.max_nodes = max(_number("nnodes", text, 1) for text in options.nnodes.split(":", 1))
+    nodes = [_number("nnodes", text, 1) for text in options.nnodes.split(":", 1)]
+    options.min_nodes, options.max_nodes = nodes[0], nodes[-1]
+    if options.min_nodes > options.max_nodes:
+        raise ConfigError(f"NNODES={options.nnodes}: expected MIN:MAX with MIN <= MAX")
     if options.max_nodes > 1 and not options.rdzv_endpoint:
         raise ConfigError(
             "several nodes need --rdzv-endpoint=host:port (RDZV_ENDPOINT for run_train.sh), equal on all "

@@ -141,6 +141,7 @@ def test_a_verb_alone_is_a_mistake_that_shows_its_usage(run, verb):
         (["config", DEBUG, "--rnk=8"], "unknown option '--rnk'; did you mean '--ranks'?"),
         (["config", DEBUG, "--nowhere=8"], "command line, --nowhere: unknown key 'nowhere' (known: "),
         (["launch", "--nproc_per_node=two", DEBUG], "NGPU=two: expected an integer >= 1"),
+        (["launch", "--nnodes=2:1", DEBUG], "NNODES=2:1: expected MIN:MAX with MIN <= MAX"),
         (["launch", "--nnodes=2", DEBUG], "several nodes need --rdzv-endpoint=host:port"),
     ],
 )  # fmt: skip
@@ -500,6 +501,22 @@ def test_launch_of_one_process_trains_in_this_one(run, trained, config):
 def test_launch_checks_the_job_for_all_ranks_before_it_starts_any(run, trained, config):
     message = complaint_of(run("launch", "--nproc-per-node=3", config))
     assert "training.global_batch_size: 16 sequences " in message
+    assert "NGPU" not in message
+    assert trained == []
+
+
+@pytest.mark.parametrize(
+    ("nodes", "override", "message"),
+    [
+        ("2", "--training.global_batch_size=6", "= 8; .* checked for 2 nodes .* with NGPU=2 on each of them"),
+        ("1:2", "--training.global_batch_size=-1", "-1 depends on the number of ranks: set .*NNODES=1:2"),
+        ("2:3", "--training.global_batch_size=12", "x 4 ranks = 8; .*; checked for 2 nodes"),
+        ("1:2", "--parallelism.data_parallel_shard_degree=4", "makes 4 ranks, there are 2; .* for 1 nodes"),
+    ],
+)
+def test_launch_checks_the_job_for_each_number_of_nodes(run, trained, config, nodes, override, message):
+    words = [f"--nnodes={nodes}", "--nproc-per-node=2", "--rdzv-endpoint=localhost:1", config, override]
+    assert re.search(message, complaint_of(run("launch", *words)))
     assert trained == []
 
 

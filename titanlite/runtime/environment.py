@@ -93,13 +93,12 @@ def store_address() -> tuple[str, int, bool]:
     """Host and port of the store over which the ranks meet, and whether rank 0 is to open it; under torchrun,
     its agent has done so. Raises ConfigError."""
     host, port = os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", None, 1, 65535)
-    found, why = [], "not set"
     try:
-        found = socket.getaddrinfo(host, port) if host else []
+        if not host:
+            raise OSError("not set")
+        socket.getaddrinfo(host, port)
     except (OSError, UnicodeError) as e:
-        why = str(e)
-    if not found:
-        raise ConfigError(f"MASTER_ADDR={host}: {why}; expected the host of rank 0")
+        raise ConfigError(f"MASTER_ADDR={host}: {e}; expected the host of rank 0") from None
     return host, port, os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 

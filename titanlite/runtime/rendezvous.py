@@ -109,11 +109,13 @@ class SeveralNodes(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the other nodes. Raises NotReached if they do not come."""
-        wanted = self.settings.min_nodes
+        wanted, most = self.settings.min_nodes, self.settings.max_nodes
+        more = f"; up to {most} may join within {self.settings.timeout.last_call.total_seconds():.0f} s"
 
         def waiting() -> str:  # torch does not publish the number of nodes: it is read from the private state
             joined = len(self._state_holder.state.participants)
-            return f"waiting for nodes at {self._endpoint}: {joined} of {wanted} have joined"
+            text = f"waiting for nodes at {self._endpoint}: {joined} of {wanted} have joined"
+            return text + more if wanted <= joined < most else text
 
         with logged_when_long(waiting):
             try:

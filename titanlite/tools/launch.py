@@ -6,12 +6,18 @@ processes are copies of this one, made after it has imported PyTorch: the import
 from __future__ import annotations
 
 import importlib
+from argparse import Namespace
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from titanlite.commands import launch_arguments
 from titanlite.config import toml
+from titanlite.config.component import ConfigError
 from titanlite.runtime.environment import importing_for_copies, prepare_to_launch
 from titanlite.runtime.parent import stop_with_tune
+
+if TYPE_CHECKING:
+    from titanlite.job import Job
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,7 +33,6 @@ def main(argv: Sequence[str]) -> int:
     prepare_to_launch(options.nproc_per_node)
     importlib.import_module("titanlite.train")  # what the ranks run; takes seconds
     from titanlite import cli
-    from titanlite.job import load_job
     from titanlite.runtime.launcher import start_ranks
     from titanlite.runtime.waiting_ranks import WaitingRanks
     from titanlite.torch_compat import import_compiler
@@ -36,5 +41,35 @@ def main(argv: Sequence[str]) -> int:
         import_compiler(with_inductor=bool(compiles))
     words = ["train", path, *overrides]
     with WaitingRanks(words, options.nproc_per_node, cli.main) as ranks:
-        load_job(path, overrides, world_size, allow_imports=True)  # with the user's components
+        _check_job(options, path, overrides)
         return start_ranks(options, words, ranks.begin)
+
+
+def _check_job(options: Namespace, path: str, overrides: Sequence[str]) -> None:
+    """Load the job, with the user's components, and check it for each number of nodes that may train it.
+    Raises ConfigError."""
+    from titanlite.job import load_job
+
+    job = load_job(path, overrides, None, allow_imports=True)
+    try:
+        for nodes in range(options.max_nodes, options.min_nodes - 1, -1):
+            _check_nodes(job, options, nodes)
+        job.check_folders()
+    except ConfigError as e:
+        raise toml.read(path, overrides)[1].located(e) from None
+
+
+def _check_nodes(job: Job, options: Namespace, nodes: int) -> None:
+    """Check the job for this number of nodes. All are taken to have this node's number of ranks. Raises
+    ConfigError."""
+    batch_size, ngpu = job.training.global_batch_size, options.nproc_per_node
+    try:
+        if batch_size == -1 and options.max_nodes > options.min_nodes:
+            key = "training.global_batch_size"
+            raise ConfigError("-1 depends on the number of ranks: set a number of sequences", key)
+        job.check(nodes * ngpu)
+    except ConfigError as e:
+        if options.max_nodes == 1:
+            raise
+        text = f"{e}; checked for {nodes} nodes (NNODES={options.nnodes}) with NGPU={ngpu} on each of them"
+        raise ConfigError(text, e.key) from None

@@ -74,6 +74,17 @@ def test_a_node_says_how_many_have_come_until_all_have(tmp_path: Path, capfd: An
         n.shutdown()
 
 
+def test_enough_nodes_say_how_long_they_wait_for_more(tmp_path: Path, capfd: Any) -> None:
+    values = RendezvousParameters("c10d", str(tmp_path / "store"), "test", 1, 2, store_type="file")
+    values.config["last_call_timeout"] = 1
+    backend, store = create_backend(values)
+    first = SeveralNodes.at("first:29500", create_handler(store, backend, values))
+    assert first.next_rendezvous().world_size == 1
+    first.shutdown()
+    text = "waiting for nodes at first:29500: 1 of 1 have joined; up to 2 may join within 1 s"
+    assert capfd.readouterr().err.endswith(f"titanlite: {text}\n")
+
+
 def test_the_wait_for_nodes_ends(tmp_path: Path) -> None:
     with pytest.raises(
         NotReached, match=r"^gave up after 1 s: not all of 2 nodes have joined at first:29500$"
