@@ -118,8 +118,8 @@ def _dispatch(argv: Sequence[str]) -> int:
     trains = name in ("train", "launch")
     if name == "launch" and sys.stderr.isatty():
         tell("starting (importing PyTorch takes some seconds)")
-    # From here on a signal requests a stop. train() opens stop_requests() again, to read the requests.
-    with stop_requests() if trains else nullcontext():
+    # From here on a signal requests a stop. train() and the launcher open stop_requests() again.
+    with stop_requests(leaves=True) if trains else nullcontext():
         return _main_of(verb.module, words)
 
 

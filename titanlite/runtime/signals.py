@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from titanlite.runtime.environment import is_first_local_rank
+
 END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # a second one of these ends the process at once
 STOP = (*END, signal.SIGUSR1)
 SAVE = (signal.SIGUSR2,)
@@ -34,20 +36,34 @@ class Stopped(BaseException):
 
 
 class StopRequests:
-    """The requests that this process has got."""
+    """The requests that this process has got. `leaves`: a request to stop before the training loop ends the
+    process from within the handler; otherwise the handler raises Stopped."""
 
-    def __init__(self) -> None:
+    def __init__(self, leaves: bool = False) -> None:
+        self._leaves = leaves
         self._file: Path | None = None
         self._looked = -LOOK_S
         self._stop_at: float | None = None
         self._ended_at: float | None = None  # time of the first signal of END
         self._save = False
+        self._name = ""  # of the last signal of STOP
         self._stepping = False
 
     def begin(self, stop_file: Path | None) -> None:
         """The training loop begins: from now on a request waits for the end of a step. `stop_file`: the path
-        of the STOP file on rank 0, None on other ranks."""
+        of the STOP file on rank 0, None on other ranks. Raises Stopped if a signal came before: Python drops
+        what a handler raises in a destructor or in the callback of a weak reference."""
+        self.raise_if_early()
         self._file, self._stepping = stop_file, True
+
+    def raise_if_early(self) -> None:
+        """Raises Stopped if a signal has asked to stop before the training loop."""
+        if self._stop_at is not None and not self._stepping:
+            raise Stopped(f"stopped by {self._name} before the first step; nothing is lost")
+
+    def end(self) -> None:
+        """The run has ended: from now on a request changes nothing, unless it comes twice."""
+        self._stepping = True
 
     @property
     def stop(self) -> bool:
@@ -75,6 +91,7 @@ class StopRequests:
             self._save = True
             return
         now, name = time.monotonic(), signal.Signals(number).name
+        self._name = name
         if number in END:
             if self._ended_at is not None and now - self._ended_at > AGAIN_S:
                 _say(f"{name} again: quitting without saving")
@@ -82,8 +99,14 @@ class StopRequests:
                 os.kill(os.getpid(), number)
             self._ended_at = self._ended_at or now
         first, self._stop_at = self._stop_at is None, self._stop_at or now
-        if not self._stepping:
-            raise Stopped(f"stopped by {name} before the first step; nothing is lost")
+        try:
+            self.raise_if_early()
+        except Stopped as stopped:
+            if not self._leaves:
+                raise
+            if is_first_local_rank():
+                _say(str(stopped))
+            os._exit(stopped.exit_code)
         if first and self._file is not None:  # on rank 0 only
             _say(
                 f"{name}: finishing this step and saving; "
@@ -105,15 +128,23 @@ def handled_signals() -> list[signal.Signals]:
 
 
 @contextmanager
-def stop_requests() -> Iterator[StopRequests]:
-    """Note signals as requests in the body. Other threads than the main thread get no signals."""
-    requests = StopRequests()
+def stop_requests(leaves: bool = False) -> Iterator[StopRequests]:
+    """Note signals as requests in the body. Other threads than the main thread get no signals. An error of
+    the body after a request to stop before the training loop becomes Stopped: what the handler raises may
+    have broken an import. `leaves`: see StopRequests; for the imports, of which some drop every error."""
+    requests = StopRequests(leaves)
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, requests._handle) for number in handled_signals()}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # the launcher blocks them until now
     try:
         yield requests
+    except Exception:
+        requests.raise_if_early()
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        outer = getattr(before.get(signal.SIGTERM), "__self__", None)
+        if isinstance(outer, StopRequests):
+            outer.end()

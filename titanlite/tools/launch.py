@@ -15,6 +15,7 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.runtime.environment import importing_for_copies, prepare_to_launch
 from titanlite.runtime.parent import stop_with_tune
+from titanlite.runtime.signals import stop_requests
 
 if TYPE_CHECKING:
     from titanlite.job import Job
@@ -42,7 +43,8 @@ def main(argv: Sequence[str]) -> int:
     words = ["train", path, *overrides]
     with WaitingRanks(words, options.nproc_per_node, cli.main) as ranks:
         _check_job(options, path, overrides)
-        return start_ranks(options, words, ranks.begin)
+        with stop_requests():
+            return start_ranks(options, words, ranks.begin)
 
 
 def _check_job(options: Namespace, path: str, overrides: Sequence[str]) -> None:

@@ -37,19 +37,28 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def end_of(act: Callable[[StopRequests], object]) -> int:
-    """The exit code, or the negative signal, of a forked process that does `act` while it trains."""
+def exit_code_of(act: Callable[[], object]) -> int:
+    """The exit code, or the negative signal, of a forked process that does `act`."""
     pid = os.fork()
     if pid == 0:
         code = 99
         try:
-            with stop_requests() as requests:
-                requests.begin(None)
-                act(requests)
-                code = 0
+            act()
+            code = 0
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def end_of(act: Callable[[StopRequests], object]) -> int:
+    """The exit code, or the negative signal, of a forked process that does `act` while it trains."""
+
+    def train() -> None:
+        with stop_requests() as requests:
+            requests.begin(None)
+            act(requests)
+
+    return exit_code_of(train)
 
 
 @pytest.mark.parametrize("number", STOP)
@@ -81,6 +90,46 @@ def test_before_the_first_step_a_stop_is_raised(number: int) -> None:
         with stop_requests():
             signal.raise_signal(number)
     assert stopped.value.exit_code == 75
+
+
+class Dropped:
+    """Python drops what a signal handler raises in its destructor."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(TERM)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("error", [None, RuntimeError("half an import")])
+def test_a_stop_that_python_drops_is_raised_before_the_first_step(error: Exception | None) -> None:
+    def start() -> None:
+        with stop_requests() as requests:
+            Dropped()
+            if error:
+                raise error
+            requests.begin(None)
+
+    with pytest.raises(Stopped, match="SIGTERM before the first step"):
+        start()
+
+
+def test_during_imports_a_stop_leaves_from_within_the_handler(capfd: pytest.CaptureFixture[str]) -> None:
+    def leave() -> None:
+        with stop_requests(leaves=True):
+            Dropped()
+
+    assert exit_code_of(leave) == 75
+    assert capfd.readouterr().err == "titanlite: stopped by SIGTERM before the first step; nothing is lost\n"
+
+
+def test_after_the_run_a_stop_changes_nothing() -> None:
+    def train() -> None:
+        with stop_requests(leaves=True):
+            with stop_requests() as requests:
+                requests.begin(None)
+            signal.raise_signal(TERM)
+
+    assert exit_code_of(train) == 0
 
 
 def test_before_the_first_step_a_save_waits() -> None:

@@ -35,10 +35,13 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_runs_as_the_rank_that_it_gets(capfd: pytest.CaptureFixture) -> None:
     with WaitingRanks(WORDS, 2, cli.main) as ranks:
         first, second = (waiting.process for waiting in ranks._waiting)
-        environment = os.environ | {"LOCAL_RANK": "1", "LONG": "x" * 100_000, "OTHER": "\udcff"}
+        place = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+        environment = os.environ | place | {"LONG": "x" * 100_000, "OTHER": "\udcff"}
         assert ranks.begin(rank_command(WORDS), environment) is first
         assert first.wait(60) == 2
-        assert capfd.readouterr().err == f"titanlite: local rank 1: {COMPLAINT}\n"
+        assert (
+            capfd.readouterr().err == f"titanlite: local rank 1: {COMPLAINT.replace('1 ranks', '2 ranks')}\n"
+        )
         assert second.poll() is None, "it waits"
     assert second.returncode == -signal.SIGKILL
     assert capfd.readouterr().err == ""
@@ -46,9 +49,9 @@ def test_a_process_runs_as_the_rank_that_it_gets(capfd: pytest.CaptureFixture) -
 
 
 def test_variables_of_before_are_gone(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "7")
+    monkeypatch.setenv("WORLD_SIZE", "seven")
     with WaitingRanks(WORDS, 1, cli.main) as ranks:
-        monkeypatch.delenv("LOCAL_RANK")
+        monkeypatch.delenv("WORLD_SIZE")
         process = ranks.begin(rank_command(WORDS), os.environ)
         assert process is not None
         assert process.wait(60) == 2
