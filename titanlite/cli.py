@@ -22,6 +22,7 @@ from contextlib import nullcontext, suppress
 
 from titanlite import commands
 from titanlite.config.component import ConfigError
+from titanlite.errors import explain_host_memory, is_out_of_host_memory
 from titanlite.files import REFUSALS, is_file_error
 from titanlite.log import printable, tell
 from titanlite.runtime import environment
@@ -87,8 +88,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def exit_code(error: Exception) -> int:
-    """Return the exit code for an error: its attribute, 2 for a refusal of the operating system, else 1, at
-    which the launcher may start again: an I/O error or a stale mount may be temporary."""
+    """Return the exit code for an error: its attribute, 5 if the machine's memory is used up, 2 for a refusal
+    of the operating system, else 1, at which the launcher may start again: an I/O error or a stale mount may
+    be temporary."""
+    if is_out_of_host_memory(error):
+        return 5
     refused = isinstance(error, OSError) and error.errno in REFUSALS
     return getattr(error, "exit_code", 2 if refused else 1)
 
@@ -142,6 +146,8 @@ def _reader_is_gone() -> bool:
 
 def _reason(error: Exception) -> str:
     """Return the error in one line; for an error of the file system: file, reason and advice."""
+    if is_out_of_host_memory(error):
+        return explain_host_memory("", error)
     if isinstance(error, OSError) and is_file_error(error):
         where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
         remedy = REMEDIES.get(error.errno or 0, "" if error.errno in REFUSALS else AGAIN)

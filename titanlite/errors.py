@@ -5,6 +5,8 @@ OutOfMemory (metrics/memory.py), Stopped (runtime/signals.py)."""
 
 from __future__ import annotations
 
+import errno
+
 
 class Diverged(RuntimeError):
     """Training cannot continue: losses, gradients or weights are not finite. Starting the run again would
@@ -18,3 +20,18 @@ class LoaderError(RuntimeError):
     checkpoint."""
 
     exit_code = 1
+
+
+def is_out_of_host_memory(error: BaseException) -> bool:
+    """Whether an error without an exit code of its own means that the machine's memory is used up, or what
+    this process may have of it."""
+    refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    is_memory = isinstance(error, MemoryError) or refused or "DefaultCPUAllocator: " in str(error)
+    return is_memory and not hasattr(error, "exit_code")
+
+
+def explain_host_memory(where: str, error: BaseException) -> str:
+    """The message for an error of is_out_of_host_memory, in one line. `where`: in the run; may be empty."""
+    reason = str(error).partition("\n")[0] or type(error).__name__
+    remedy = "`titanlite plan CONFIG` says how much a run needs; `ulimit -v` shows a limit of this process"
+    return f"out of this machine's memory{where}: {reason}; {remedy}"

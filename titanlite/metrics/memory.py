@@ -11,6 +11,8 @@ from types import TracebackType
 
 import torch
 
+from titanlite.errors import explain_host_memory, is_out_of_host_memory
+
 GIB = 1 << 30
 PHASES = {  # a function in a traceback, and the phase that it belongs to
     "forward_backward": "forward",
@@ -43,17 +45,18 @@ NO_MEMORY = re.compile(
 
 
 class OutOfMemory(RuntimeError):
-    """The memory of the device is used up. The message names the phase and the settings that help."""
+    """The memory of the device or of the machine is used up. The message names the phase and remedies."""
 
     exit_code = 5
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that the memory of the device is used up. One with an exit code of its own does
-    not, whatever it quotes: for example, a save that failed for want of pinned memory of the host."""
+    """Whether an error means that the memory of the device or of the machine is used up. One with an exit
+    code of its own does not, whatever it quotes: for example, a save that failed for want of pinned memory
+    of the host."""
     if hasattr(error, "exit_code"):
         return False
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, torch.OutOfMemoryError) or is_out_of_host_memory(error):
         return True
     return isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None
 
@@ -64,18 +67,20 @@ def building(num_parameters: int, shards: int, keeps_average: bool = False) -> I
     `keeps_average`: whether an average of the weights is made, too."""
     try:
         yield
-    except RuntimeError as e:
+    except Exception as e:
         if not is_out_of_memory(e):
             raise
         size = 4 * num_parameters / shards / GIB
         others = "gradients and the average of the weights (ema.enable)" if keeps_average else "gradients"
-        where = f"before the first step: weights take {size:.1f} GiB per GPU, {others} as much"
+        where = f"before the first step: weights take {size:.1f} GiB per rank, {others} as much"
         raise OutOfMemory(explain(where, e)) from e
 
 
 def explain(where: str, error: BaseException) -> str:
     """The message for a run that ran out of memory, with the peak since the last report and what `error`
-    says."""
+    says; one line if the machine's memory is used up."""
+    if is_out_of_host_memory(error):
+        return explain_host_memory(f" {where}", error)
     peak = ""
     if torch.cuda.is_available():
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory

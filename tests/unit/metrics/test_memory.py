@@ -97,13 +97,33 @@ def test_a_model_that_does_not_fit_says_what_it_takes(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(ShardedModel, "materialize", too_large)
-    weights = "before the first step: weights take 0.0 GiB per GPU, gradients"
+    weights = "before the first step: weights take 0.0 GiB per rank, gradients"
     with pytest.raises(OutOfMemory, match=rf"{weights} as much"):
         train(make_job(tmp_path, corpus))
     with pytest.raises(
         OutOfMemory, match=rf"{weights} and the average of the weights \(ema.enable\) as much"
     ):
         train(make_job(tmp_path, corpus, "--ema.enable"))
+
+
+ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to"
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError(f"{ALLOCATOR}\nframe #0"), MemoryError(), OSError(12, "fork")]
+)
+def test_a_machine_out_of_memory_is_one_line(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def too_large(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(ShardedModel, "materialize", too_large)
+    with pytest.raises(OutOfMemory) as e:
+        train(make_job(tmp_path, corpus))
+    start = "out of this machine's memory before the first step: weights take 0.0 GiB per rank, gradients"
+    assert re.fullmatch(f"{start} as much: .+; `titanlite plan CONFIG` says .+", str(e.value))
+    assert cli.exit_code(e.value) == cli.exit_code(error) == 5  # also outside of a run
 
 
 def test_every_key_that_is_named_exists() -> None:
