@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -33,7 +31,7 @@ from titanlite.data.stream_batches import StreamedBatches, StreamLayout
 from titanlite.data.stream_loader import StreamLoader
 from titanlite.data.stream_sequences import StreamSequences
 from titanlite.errors import LoaderError
-from titanlite.files import FileFault, read_regular, write_atomically
+from titanlite.files import write_atomically
 from titanlite.flops import peak_bf16_flops
 from titanlite.interop.exporter import Exporter
 from titanlite.interop.formats import locate_base
@@ -409,21 +407,6 @@ def log_start(job: Job, rt: Runtime, about: Sequence[str], sequences: RunSequenc
     logger.info(f"attention by {kernel}{masked}; activation checkpointing {mode}; {job.loss.name}")
 
 
-def run_id(folder: Path, is_new: bool) -> str:
-    """The id of the run in a folder. It is made when a run starts at its first step, and kept by its resumes
-    in <run folder>/run_id.txt; one that cannot be read is made again."""
-    file = folder / "run_id.txt"
-    try:
-        recorded = "" if is_new else read_regular(file).decode().strip()
-    except (OSError, FileFault, UnicodeDecodeError):
-        recorded = ""
-    if re.fullmatch("[0-9a-f]{32}", recorded):
-        return recorded
-    made = uuid.uuid4().hex
-    write_atomically(file, f"{made}\n")
-    return made
-
-
 def open_loader(
     job: Job, rt: Runtime, sequences: RunSequences, stages: Stages, state: TrainState
 ) -> SequenceLoader | StreamLoader:
@@ -448,13 +431,7 @@ def open_meter(job: Job, rt: Runtime, flops_per_token: Mapping[int, int], resume
     """The meter of a run that continues after `resumed_step` (0: a new run), and on rank 0 its open sinks."""
     sinks = Sinks({})
     if rt.rank == 0:
-        run = RunInfo(
-            folder=job.folder,
-            run_id=run_id(job.folder, is_new=resumed_step == 0),
-            job=toml.as_tree(job),
-            resumed_step=resumed_step,
-            total_steps=job.training.steps,
-        )
+        run = RunInfo.of(job.folder, toml.as_tree(job), resumed_step, job.training.steps)
         sinks = job.metrics.open_sinks(run)
         if resumed_step:
             sinks.event(resumed_step, "resumed")

@@ -37,7 +37,7 @@ FILES = {
     "job.toml",
     "env.json",
     "run_identity.json",
-    "run_id.txt",
+    "run_id.json",
     "sources.json",
     "metrics.jsonl",
     "events.jsonl",

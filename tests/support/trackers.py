@@ -76,6 +76,6 @@ def deliver(folder: Path, client: Client, resumed_step: int = 0, **checkpoint: A
     return Delivery(client, run_info(folder, resumed_step, **checkpoint), "", folder / "trackers/fake.jsonl")
 
 
-def values(step: int, data: str = "a", lr: float = 0.1) -> dict[str, Any]:
-    """The metrics of a step that was trained on `data`."""
-    return {"train/loss": 10.0 - step, "data/batch_sha": f"{data}{step}", "train/learning_rate": lr}
+def values(step: int, data: str = "a", lr: float = 0.1, loss: float = 10.0) -> dict[str, Any]:
+    """The metrics of a step that was trained on `data`, with a loss that falls from `loss`."""
+    return {"train/loss": loss - step, "data/batch_sha": f"{data}{step}", "train/learning_rate": lr}

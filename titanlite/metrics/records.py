@@ -64,7 +64,7 @@ class Records:
         while self._waiting:
             item = self._waiting[0]
             if isinstance(item, bytes):
-                self._file = self._file or open_own(self._path)
+                self._file = self._file or _open(self._path)
                 _write_whole(self._file, item)
             else:
                 self._close_file()
@@ -144,12 +144,23 @@ def read_own(path: Path) -> bytes:
 def _append(path: Path, data: bytes) -> None:
     """Append to a file of the run folder; anything else at its path is moved aside."""
     try:
-        file = open_own(path)
+        file = _open(path)
     except FileFault as e:
         move_aside(path, str(e))
-        file = open_own(path)
+        file = _open(path)
     with file:
         _write_whole(file, data)
+
+
+def _open(path: Path) -> IO[str]:
+    """Open a file of the run folder for appending. A hard link is replaced by a file of its own: `cp -rl` may
+    have copied the run folder, and the copy must not get these records."""
+    file = open_own(path)
+    if os.fstat(file.fileno()).st_nlink > 1:
+        file.close()
+        write_atomically(path, read_own(path))
+        file = open_own(path)
+    return file
 
 
 def _write_whole(file: IO[str], data: bytes) -> None:

@@ -21,7 +21,6 @@ from titanlite.job import Job, load_job
 from titanlite.log import printable, tell
 from titanlite.metrics.sinks.base import RunInfo
 from titanlite.metrics.sinks.tracker import Tracker, metrics_of
-from titanlite.startup import run_id
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,13 +56,7 @@ def _push(folder: Path, job: Job, tracker: Tracker) -> bool:
     steps = [step for step, _ in metrics_of(folder)]
     if not steps:
         raise ConfigError(f"{folder / 'metrics.jsonl'} has no steps to send")
-    run = RunInfo(
-        folder=folder,
-        run_id=run_id(folder, is_new=False),
-        job=toml.as_tree(job),
-        resumed_step=max(steps),
-        total_steps=job.training.steps,
-    )
+    run = RunInfo.of(folder, toml.as_tree(job), max(steps), job.training.steps)
     open_delivery = tracker.opener(run)
     try:
         delivery = open_delivery()

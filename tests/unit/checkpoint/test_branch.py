@@ -61,7 +61,7 @@ def test_a_decay_branches_from_a_trunk(trunk: Job, corpus: Path) -> None:
     assert ours[0]["train/loss"] == theirs[0]["train/loss"]
     assert all(a["train/loss"] != b["train/loss"] for a, b in zip(ours[1:], theirs[1:], strict=True))
     assert sha_of(job.folder, "model") != sha_of(trunk.folder, "model")
-    assert (job.folder / "run_id.txt").read_text() != (trunk.folder / "run_id.txt").read_text()
+    assert (job.folder / "run_id.json").read_text() != (trunk.folder / "run_id.json").read_text()
 
 
 def test_a_branch_with_the_trunks_schedule_repeats_the_trunk(trunk: Job, corpus: Path) -> None:

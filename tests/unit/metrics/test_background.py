@@ -15,6 +15,7 @@ import pytest
 from tests.support.jobs import make_job
 from tests.support.runs import history
 from tests.support.trackers import FakeClient, Server, run_info
+from titanlite.config import json_file
 from titanlite.config.component import ConfigError
 from titanlite.metrics.meter import Metrics
 from titanlite.metrics.sinks import background
@@ -118,7 +119,7 @@ def test_a_tracker_that_works_gets_every_step(
     monkeypatch.setattr(Fake, "broken", False)
     training_s(tmp_path, corpus, Fake)
     (run_id,) = server.runs
-    assert (tmp_path / "sink/run_id.txt").read_text() == f"{run_id}\n"
+    assert json_file.read_object(tmp_path / "sink/run_id.json")["run_id"] == run_id
     assert server.steps(run_id) == [1, 2, 3]
     assert server.runs[run_id].config["training"]["steps"] == 3
     assert server.ended == [(run_id, True)]

@@ -331,3 +331,11 @@ def test_a_start_on_a_full_disk(tmp_path: Path, disk: FullDisk) -> None:
     write(sink, 3)
     assert path.read_bytes() == line(1) + line(2).replace(b"2.5", b"1.5") + line(3)
     assert superseded.read_bytes() == line(2)
+
+
+def test_a_hard_link_of_a_copied_run_folder_gets_no_records(tmp_path: Path) -> None:
+    path, copy = tmp_path / "metrics.jsonl", tmp_path / "copy.jsonl"
+    write(JsonLines(path, 0), 1)
+    os.link(path, copy)
+    write(JsonLines(path, 1), 2)
+    assert (path.read_bytes(), copy.read_bytes()) == (line(1) + line(2), line(1))

@@ -159,7 +159,7 @@ def test_a_run_that_begins_again_has_a_new_id(tmp_path: Path, corpus: Path, open
 def test_an_id_that_cannot_be_read_is_made_again(
     tmp_path: Path, corpus: Path, opened: list[Kept], damage: str
 ) -> None:
-    file = run_to(tmp_path, corpus, 1).folder / "run_id.txt"
+    file = run_to(tmp_path, corpus, 1).folder / "run_id.json"
     file.unlink()
     if damage == "link":
         os.symlink(tmp_path / "elsewhere", file)
@@ -167,7 +167,7 @@ def test_an_id_that_cannot_be_read_is_made_again(
         file.write_text(damage, encoding="latin-1")
     run_to(tmp_path, corpus, 2)
     assert opened[1].run is not None
-    assert file.read_text() == f"{opened[1].run.run_id}\n"
+    assert json.loads(file.read_text())["run_id"] == opened[1].run.run_id
     assert not (tmp_path / "elsewhere").exists()
 
 

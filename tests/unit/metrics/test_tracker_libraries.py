@@ -247,7 +247,7 @@ def test_a_run_and_a_push_to_all_three(
     assert train(make_job(tmp_path, corpus, "--training.steps=2")) == 0
     job = make_job(tmp_path, corpus, "--training.steps=4", sinks(tmp_path))
     assert train(job) == 0
-    run_id = (job.folder / "run_id.txt").read_text().strip()
+    run_id = json.loads((job.folder / "run_id.json").read_text())["run_id"]
     assert steps_in(wandb_rows(job.folder, run_id)) == [1, 2, 3, 4]
     assert [step for step, _ in mlflow_history(tmp_path, run_id=run_id)] == [1, 2, 3, 4]
     assert steps_in(trackio_rows(f"run-{run_id[:8]}")) == [1, 2, 3, 4]
@@ -285,7 +285,7 @@ def test_after_kills_all_three_have_every_step_once(tmp_path: Path, corpus: Path
         process.kill()
         process.wait()
     assert process.returncode == 0
-    run_id = (tmp_path / "run/run_id.txt").read_text().strip()
+    run_id = json.loads((tmp_path / "run/run_id.json").read_text())["run_id"]
     steps = list(range(1, 61))
     assert sorted(step for step, _ in mlflow_history(tmp_path, run_id=run_id)) == steps
     code = (

@@ -4,13 +4,15 @@ and continues with something else, and what was missed. test_tracker_libraries.p
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 
 from tests.support.trackers import RUN_ID, FakeClient, Server, deliver, values
-from titanlite.metrics.sinks.base import Event, Values
+from titanlite.metrics.sinks.base import Event, RunInfo, Values
 from titanlite.metrics.sinks.jsonl import JsonLines
 from titanlite.metrics.sinks.samples import Samples
 from titanlite.metrics.sinks.tracker import Delivery, TrackerRun, flatten, numbers_of
@@ -26,12 +28,13 @@ class Course:
         self.texts = Samples(folder / "samples.txt", resumed_step)
         self.delivery = deliver(folder, client, resumed_step, load_step=load_step)
 
-    def steps(self, first: int, last: int, data: str = "a", lr: float = 0.1, sends: bool = True) -> Course:
-        """Take steps. `sends`: false if the process is killed before the tracker's thread gets to them."""
+    def steps(self, first: int, last: int, sends: bool = True, **change: Any) -> Course:
+        """Take steps. `sends`: false if the process is killed before the tracker's thread gets to them.
+        `change`: arguments of `values`."""
         for step in range(first, last + 1):
-            self.lines.write(step, values(step, data, lr))
+            self.lines.write(step, values(step, **change))
             if sends:
-                self.delivery.write(step, values(step, data, lr))
+                self.delivery.write(step, values(step, **change))
         return self
 
     def event(self, step: int, event: Event, about: Values = MappingProxyType({})) -> Course:
@@ -115,21 +118,81 @@ def test_samples_that_were_missed_are_sent_from_the_file(tmp_path: Path) -> None
     assert server.samples[RUN_ID] == [(4, 0, "a"), (4, 1, "b\nc")]
 
 
-@pytest.mark.parametrize("change", [{"data": "b"}, {"lr": 0.2}])
-def test_other_data_or_learning_rate_begin_a_branch_with_the_steps_before(
-    tmp_path: Path, change: dict[str, str]
+@pytest.mark.parametrize("change", [{"data": "b"}, {"lr": 0.2}, {"loss": 10.1}])
+def test_other_data_learning_rates_or_losses_begin_a_branch_with_the_steps_before(
+    tmp_path: Path, change: dict[str, Any]
 ) -> None:
     server = Server()
     Course(tmp_path, FakeClient(server)).steps(1, 8)
-    Course(tmp_path, FakeClient(server), 4).steps(5, 6).steps(7, 10, **change).delivery.close()  # type: ignore[arg-type]
+    Course(tmp_path, FakeClient(server), 4).steps(5, 6).steps(7, 10, **change).delivery.close()
     assert server.steps() == list(range(1, 9))  # the old course stays as it was
     assert server.steps(BRANCH) == list(range(1, 11))
     assert server.runs[BRANCH].name == f"{tmp_path.name}@6"
     config = server.runs[BRANCH].config
     assert (config["branched_from"], config["branched_at_step"]) == (RUN_ID, 6)
-    Course(tmp_path, FakeClient(server), 8).steps(9, 10, **change)  # type: ignore[arg-type]
+    Course(tmp_path, FakeClient(server), 8).steps(9, 10, **change)
     assert server.steps(BRANCH) == list(range(1, 11))  # a resume continues the branch
     assert server.runs.keys() == {RUN_ID, BRANCH}
+
+
+@pytest.mark.parametrize(
+    ("job", "num_runs"),
+    [
+        ({"optimizer": {"weight_decay": 0.1}}, 1),
+        ({"optimizer": {"weight_decay": 0.1}, "parallelism": {"tensor_parallel_degree": 2}}, 1),
+        ({"optimizer": {"weight_decay": 0.2}}, 2),
+        ({"training": {"max_norm": 2.0}}, 2),
+    ],
+)
+def test_losses_of_repeated_steps_may_differ_by_rounding_with_the_same_settings(
+    tmp_path: Path, job: dict[str, Any], num_runs: int
+) -> None:
+    """The first repeated step has the loss that was sent: other settings show in the second."""
+    server = Server()
+    for resumed_step, settings, loss in ((0, {"optimizer": {"weight_decay": 0.1}}, 10.0), (4, job, 10.001)):
+        run = RunInfo(folder=tmp_path, run_id=RUN_ID, job=settings, resumed_step=resumed_step, total_steps=8)
+        delivery = Delivery(FakeClient(server), run, "", tmp_path / "trackers/fake.jsonl")
+        lines = JsonLines(tmp_path / "metrics.jsonl", resumed_step)
+        for step in range(resumed_step + 1, 9):
+            record = values(step, loss=10.0 if step <= 5 else loss)
+            lines.write(step, record)
+            delivery.write(step, record)
+    assert len(server.runs) == num_runs
+    assert server.steps() == list(range(1, 9))
+    if num_runs == 2:
+        assert server.runs[BRANCH].config["branched_at_step"] == 5
+        assert server.metrics[BRANCH][5][1]["train/loss"] == 10.001 - 6
+
+
+def test_a_copy_of_a_run_folder_is_a_branch_of_its_own(tmp_path: Path) -> None:
+    """Both folders go on, the copy is resumed twice, and a moved folder stays the same run."""
+    server = Server()
+
+    def start(name: str, resumed_step: int, last: int, **change: Any) -> str:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        run = RunInfo.of(folder, {}, resumed_step, total_steps=10)
+        lines = JsonLines(folder / "metrics.jsonl", resumed_step)
+        delivery = Delivery(FakeClient(server), run, "", folder / "trackers/fake.jsonl")
+        for step in range(resumed_step + 1, last + 1):
+            lines.write(step, values(step, **change))
+            delivery.write(step, values(step, **change))
+        return run.run_id
+
+    first = start("a", 0, 4)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert start("a", 4, 8) == first
+    copy = start("b", 4, 7, lr=0.2)
+    (tmp_path / "b").rename(tmp_path / "c")
+    assert start("c", 6, 8, lr=0.2) == copy
+    assert server.runs.keys() == {first, copy}
+    assert server.steps(first) == server.steps(copy) == list(range(1, 9))
+    assert server.metrics[first][4][1]["train/learning_rate"] == 0.1
+    assert server.metrics[copy][4][1]["train/learning_rate"] == 0.2
+    assert server.runs[copy].config == {
+        "metrics": {}, "run_id": copy, "branched_from": first, "branched_at_step": 4
+    }  # fmt: skip
+    assert server.runs[copy].name == "c@4"
 
 
 def test_a_rewind_in_the_process_begins_a_branch(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from titanlite.config.component import Component, ConfigError
 from titanlite.config.imports import error_with_place
 from titanlite.log import logger
+from titanlite.metrics.sinks.run_id import identify
 
 Values = Mapping[str, Any]  # metric name: int, float or str
 Event = Literal["resumed", "skipped", "accepted", "spike", "rewound", "saved"]
@@ -30,13 +31,32 @@ class RunInfo:
     folder: Path
     """The run folder; it exists."""
     run_id: str
-    """Made when a run starts at its first step, and kept by all its resumes."""
+    """Made when a run starts at its first step, and kept by all its resumes. A copy of a run folder has
+    another one."""
     job: dict[str, Any]
     """The resolved configuration, as the tree of its TOML file."""
     resumed_step: int
     """The step after which the run continues; 0: a new run."""
     total_steps: int
     """The step at which the run ends: training.steps."""
+    copied_from: str = ""
+    """The run_id of the run whose folder was copied; empty: the folder is no copy."""
+    copied_at_step: int = 0
+    """The step after which a copy first continued."""
+
+    @classmethod
+    def of(cls, folder: Path, job: dict[str, Any], resumed_step: int, total_steps: int) -> RunInfo:
+        """The identity of the run in a folder, which is recorded in <run folder>/run_id.json."""
+        known = identify(folder, resumed_step)
+        return cls(
+            folder=folder,
+            run_id=known.run_id,
+            job=job,
+            resumed_step=resumed_step,
+            total_steps=total_steps,
+            copied_from=known.copied_from,
+            copied_at_step=known.copied_at_step,
+        )
 
 
 class Writer:

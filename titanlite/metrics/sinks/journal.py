@@ -13,9 +13,9 @@ from titanlite.metrics.records import Records, end_last_line, read_own
 
 
 class Branch(NamedTuple):
-    """One course of training in a run folder. A run that goes back to `step` and continues with other data or
-    another learning rate begins the next branch there. `run_id`: of the run folder. `parent`: tracker id
-    of the branch before it."""
+    """One course of training in a run folder. A run that goes back to `step` and continues differently begins
+    the next branch there. `run_id`: of the run folder. `parent`: tracker id of the branch before it; for the
+    first branch of a copied folder, of the branch that was copied."""
 
     run_id: str
     number: int = 0
@@ -65,9 +65,9 @@ class Journal:
         self._sent[branch, target] = sent
         return sent
 
-    def newest(self, run_id: str) -> Branch:
-        """The newest branch of a run, in any tracker."""
-        return next((branch for branch, _ in reversed(self._sent) if branch.run_id == run_id), Branch(run_id))
+    def newest(self, run_id: str) -> Branch | None:
+        """The newest branch of a run, in any tracker; None if it has none."""
+        return next((branch for branch, _ in reversed(self._sent) if branch.run_id == run_id), None)
 
     def sent(self, branch: Branch) -> dict[str, str]:
         """Keys and signatures of the records of a branch, from its newest tracker."""

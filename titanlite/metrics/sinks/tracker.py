@@ -2,12 +2,13 @@
 
 The tracker gets every step once. A run that was killed and resumed does not send the steps again that it
 repeats, and sends the steps that the killed process did not send, from metrics.jsonl. A run that rewinds, or
-goes back and continues with other data or another learning rate, begins a new run of the tracker, a branch,
+goes back and continues differently, and a copy of a run folder begin a new run of the tracker, a branch,
 which gets the steps before the branch, too.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -29,6 +30,11 @@ from titanlite.metrics.sinks.samples import split_samples, step_of_sample
 
 Numbers = Mapping[str, float]
 NOT_FINITE = ("nan", "inf", "-inf")  # strings in metrics.jsonl
+# Keys of job.toml that decide the course of training. Keys of the layout and of kernels only change rounding.
+SETTINGS = ("optimizer.", "loss.", "float8.", "moe.", "training.clip", "training.max_norm",
+            "training.mixed_precision")  # fmt: skip
+# Nats, and share of the loss: in bf16 two kernels come to differ by so much (docs/numerics.md).
+LOSS_ROUNDING = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +116,7 @@ class Delivery(Writer):
         """Where the records go."""
         self._client, self._run, self._name = client, run, name or run.folder.absolute().name
         self._journal = Journal(journal)
-        self._last_step = run.resumed_step
+        self._last_step, self._settings = run.resumed_step, _settings(run.job)
         self._sample = (0, 0)  # step and index of the last one
         self._sent = dict[str, str]()
         self._is_begun = False
@@ -145,7 +151,7 @@ class Delivery(Writer):
     def _branch_at_start(self) -> Branch:
         """The branch that the run continues: a new one if it has gone back with load_step, or if records were
         written in the meantime that differ from those that were sent."""
-        run, branch = self._run, self._journal.newest(self._run.run_id)
+        run, branch = self._run, self._journal.newest(self._run.run_id) or self._first_branch()
         self._sent = self._journal.sent(branch)
         steps = [int(key) for key in self._sent if key.isdecimal()]
         went_back = run.job.get("checkpoint", {}).get("load_step") == run.resumed_step != branch.step
@@ -157,6 +163,14 @@ class Delivery(Writer):
                 return branch.next_at(last_equal)
             last_equal = step
         return branch
+
+    def _first_branch(self) -> Branch:
+        """The branch with which the run begins in this tracker; for a copy, a branch of the run copied."""
+        run = self._run
+        if not run.copied_from:
+            return Branch(run.run_id)
+        copied = self._journal.newest(run.copied_from) or Branch(run.copied_from)
+        return Branch(run.run_id, step=run.copied_at_step, parent=copied.tracker_id)
 
     def _go_back(self, step: int) -> None:
         """Continue after `step`: in a branch, if the tracker has something of later steps."""
@@ -179,7 +193,7 @@ class Delivery(Writer):
         sinkless = {key: value for key, value in config.get("metrics", {}).items() if key != "sinks"}
         config |= {"metrics": sinkless}  # an address in [[metrics.sinks]] may hold a password
         name = self._name
-        if branch.number:
+        if branch.parent:
             name = f"{name}@{branch.step}"
             config |= {"branched_from": branch.parent, "branched_at_step": branch.step}
         self.target = self._client.begin(TrackerRun(id=branch.tracker_id, name=name, config=config))
@@ -202,11 +216,18 @@ class Delivery(Writer):
 
     def _differs(self, step: int, values: Values) -> bool:
         """Whether other metrics were sent for this step."""
-        return self._sent.get(str(step), "") not in ("", _signature(values))
+        sent = self._sent.get(str(step), "")
+        return sent != "" and not _are_same_step(sent, self._signature(values))
+
+    def _signature(self, values: Values) -> str:
+        """Data and learning rate of a step, the settings of the run, and the loss, as one text."""
+        keys = ("data/batch_sha", "train/learning_rate", "train/loss")
+        batch_sha, lr, loss = (values.get(key) for key in keys)
+        return f"{batch_sha} {lr} {self._settings} {loss}"
 
     def _send_metrics(self, step: int, values: Values) -> None:
         log = self._client.log
-        self.num_sent += self._once(str(step), lambda: log(step, numbers_of(values)), _signature(values))
+        self.num_sent += self._once(str(step), lambda: log(step, numbers_of(values)), self._signature(values))
 
     def _send_sample(self, step: int, index: int, text: str) -> None:
         valid = text.encode(errors="replace").decode()
@@ -223,10 +244,25 @@ class Delivery(Writer):
         return True
 
 
-def _signature(values: Values) -> str:
-    """Data and learning rate of a step, as one text: equal on every layout, and different after the run went
-    back and continued with other data or another learning rate."""
-    return f"{values.get('data/batch_sha')} {values.get('train/learning_rate')}"
+def _settings(job: Mapping[str, Any]) -> str:
+    """A hash of the settings that decide the course of training beside data and learning rate."""
+    keys = [f"{key}={value}" for key, value in flatten(job) if key.startswith(SETTINGS)]
+    return hashlib.sha256("\n".join(keys).encode()).hexdigest()[:12]
+
+
+def _are_same_step(sent: str, now: str) -> bool:
+    """Whether two signatures are of the same step: of equal data, learning rates and losses. With the same
+    settings, losses may differ by LOSS_ROUNDING, as they do on another layout."""
+    if sent == now:
+        return True
+    *course, settings, loss = sent.split()
+    *course_now, settings_now, loss_now = now.split()
+    allowed = LOSS_ROUNDING if settings == settings_now else 0.0
+    try:
+        is_close = math.isclose(float(loss), float(loss_now), rel_tol=allowed, abs_tol=allowed)
+    except ValueError:  # a step without a loss
+        is_close = loss == loss_now
+    return course == course_now and (is_close or loss == loss_now)
 
 
 def numbers_of(values: Values) -> dict[str, float]:

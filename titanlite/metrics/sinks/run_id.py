@@ -1,0 +1,70 @@
+"""The id of a run for metric sinks. A resume and a move of the run folder keep it; a copy of the folder is a
+run of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from pathlib import Path
+from typing import NamedTuple
+
+from titanlite.config import json_file
+from titanlite.files import write_atomically
+from titanlite.log import logger
+
+NAME = "run_id.json"
+ID = re.compile("[0-9a-f]{32}")
+
+
+class RunId(NamedTuple):
+    """The id of a run, and the folder that it was recorded in. `copied_from`: the id of the run whose folder
+    was copied, or empty; `copied_at_step`: the step after which the copy first continued."""
+
+    run_id: str
+    folder: str
+    device: int
+    inode: int
+    copied_from: str = ""
+    copied_at_step: int = 0
+
+
+def identify(folder: Path, resumed_step: int) -> RunId:
+    """The id of the run in a folder, which is recorded there. It is made when a run starts at its first step
+    (`resumed_step` is 0), for a copy of another run's folder, and if it cannot be read."""
+    path, status = os.path.realpath(folder), os.stat(folder)
+    recorded = _read(folder) if resumed_step else None
+    here = RunId(uuid.uuid4().hex, path, status.st_dev, status.st_ino)
+    if recorded is not None and _is_copy(recorded, here):
+        here = here._replace(copied_from=recorded.run_id, copied_at_step=resumed_step)
+        logger.info(
+            f"{folder} is a copy of {recorded.folder}: for trackers it is a run of its own, {here.run_id}, "
+            f"branched after step {resumed_step}"
+        )
+    elif recorded is not None:
+        here = recorded._replace(folder=here.folder, device=here.device, inode=here.inode)
+    if here != recorded:
+        write_atomically(folder / NAME, json_file.as_json(here._asdict()))
+    return here
+
+
+def _is_copy(recorded: RunId, here: RunId) -> bool:
+    """Whether the folder is a copy of the one that the id was recorded in. A move keeps the inode, unless it
+    leads to another file system, and then nothing remains at the old path."""
+    if recorded.folder == here.folder or recorded[2:4] == here[2:4]:
+        return False
+    original = _read(Path(recorded.folder))
+    return recorded.device == here.device or (original is not None and original.run_id == recorded.run_id)
+
+
+def _read(folder: Path) -> RunId | None:
+    """The id that is recorded in a folder; None if it cannot be read."""
+    try:
+        tree = json_file.load_object(folder / NAME)
+        json_file.expect(
+            tree, run_id=str, folder=str, device=int, inode=int, copied_from=str, copied_at_step=int
+        )
+        recorded = RunId(**tree)
+    except (OSError, ValueError, TypeError):
+        return None
+    return recorded if ID.fullmatch(recorded.run_id) else None
