@@ -58,6 +58,8 @@ def _push(folder: Path, job: Job, tracker: Tracker) -> bool:
         raise ConfigError(f"{folder / 'metrics.jsonl'} has no steps to send")
     run = RunInfo.of(folder, toml.as_tree(job), max(steps), job.training.steps)
     open_delivery = tracker.opener(run)
+    if open_delivery is None:
+        raise ConfigError(f"{tracker.name} is disabled by its environment variables; unset them")
     try:
         delivery = open_delivery()
         delivery.close()

@@ -35,8 +35,9 @@ OFFLINE = {"mode": "offline", "project": "test"}
 
 @pytest.fixture(autouse=True)
 def _no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "MLFLOW_TRACKING_URI", "TRACKIO_SPACE_ID"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [*os.environ]:
+        if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_")):
+            monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb-config"))
@@ -304,6 +305,37 @@ def test_wandb_without_a_key_is_offline(tmp_path: Path, caplog: pytest.LogCaptur
     assert client._options["mode"] == "offline"  # type: ignore[attr-defined]
     (record,) = caplog.records
     assert record.getMessage().startswith("wandb has no API key")
+
+
+@pytest.mark.full
+def test_environment_variables_of_wandb_hold_where_a_key_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wandb = real("wandb")
+    monkeypatch.setattr(wandb, "login", lambda **_: True)  # as with a key
+    for variable, key, used in (
+        ("offline", "", "offline"), ("dryrun", "", "offline"), ("online", "", "online"),
+        ("offline", "online", "online"), ("disabled", "offline", "offline"), ("disabled", "", None),
+    ):  # fmt: skip
+        wandb.teardown()  # which has read the variables
+        monkeypatch.setenv("WANDB_MODE", variable)
+        monkeypatch.setenv("WANDB_NAME", "mine")
+        client: Any = WandB(mode=key).client(run_info(tmp_path))
+        assert (client and client._options["mode"], client and client.run_name) == (used, used and "mine")
+    WandB().build(run_info(tmp_path)).write(1, values(1))
+    assert "wandb is disabled by its environment variables: nothing is sent to it" in caplog.messages
+    assert not (tmp_path / "trackers").exists()
+    wandb.teardown()
+
+
+@pytest.mark.full
+def test_the_experiment_of_mlflow_may_be_named_by_its_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real("mlflow")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "theirs")
+    made: list[Any] = [MLflow(experiment=name).client(run_info(tmp_path)) for name in ("", "ours")]
+    assert [client._experiment for client in made] == ["theirs", "ours"]
 
 
 @pytest.mark.full

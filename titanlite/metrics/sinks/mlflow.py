@@ -17,17 +17,20 @@ EVERY_RECORD_HAS = "train/loss"
 
 @dataclass(frozen=True, kw_only=True)
 class MLflow(Tracker, name="mlflow"):
-    """MLflow. mlflow's own environment variables hold, too, such as MLFLOW_TRACKING_TOKEN."""
+    """MLflow. mlflow's own environment variables of the server and the experiment's name hold, too, such as
+    MLFLOW_TRACKING_TOKEN."""
 
     tracking_uri: str = ""
     """Address of the server or database; empty: MLFLOW_TRACKING_URI, else mlflow's default."""
-    experiment: str = "titanlite"
-    """Experiment, which is made if it does not exist."""
+    experiment: str = ""
+    """Experiment, which is made if it does not exist; empty: MLFLOW_EXPERIMENT_NAME, else titanlite."""
 
     def client(self, run: RunInfo) -> Client:
         import mlflow
+        from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
 
-        return MLflowClient(self.tracking_uri or mlflow.get_tracking_uri(), self.experiment)
+        experiment = self.experiment or MLFLOW_EXPERIMENT_NAME.get() or "titanlite"
+        return MLflowClient(self.tracking_uri or mlflow.get_tracking_uri(), experiment)
 
 
 class MLflowClient(Client):

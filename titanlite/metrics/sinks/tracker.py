@@ -23,6 +23,7 @@ from typing import Any
 from titanlite.config import json_file
 from titanlite.config.component import ConfigError
 from titanlite.files import FileFault, open_regular, read_regular
+from titanlite.log import logger
 from titanlite.metrics.sinks.background import Background
 from titanlite.metrics.sinks.base import Event, RunInfo, Sink, Values, Writer
 from titanlite.metrics.sinks.journal import Branch, Journal
@@ -52,6 +53,9 @@ class TrackerRun:
 class Client(ABC):
     """The client of a tracker's library. All calls come from one thread, and may wait or raise."""
 
+    run_name = ""
+    """Name of the run by the library's own environment variables; empty: they name none."""
+
     @abstractmethod
     def begin(self, run: TrackerRun) -> str:
         """Open a run of the tracker, or continue it if it exists. Returns the target: where the records go,
@@ -80,20 +84,25 @@ class Tracker(Sink):
     """Base class of the sinks that send a run to a tracker."""
 
     run_name: str = ""
-    """Name of the run in the tracker; empty: the name of the run folder."""
+    """Name of the run in the tracker; empty: WANDB_NAME for wandb, else the name of the run folder."""
 
     @abstractmethod
-    def client(self, run: RunInfo) -> Client:
-        """The client of the tracker, not connected yet; imports its library. Raises ConfigError for a setting
-        that cannot work."""
+    def client(self, run: RunInfo) -> Client | None:
+        """The client of the tracker, not connected yet; imports its library. None: the library's own
+        environment variables disable it. Raises ConfigError for a setting that cannot work."""
 
     def build(self, run: RunInfo) -> Writer:
+        open_delivery = self.opener(run)
+        if open_delivery is None:
+            logger.warning(f"{self.name} is disabled by its environment variables: nothing is sent to it")
+            return Writer()
         remedy = f"; `titanlite metrics push {run.folder}` sends the steps that are missing"
-        return Background(self.name, self.opener(run), remedy)
+        return Background(self.name, open_delivery, remedy)
 
-    def opener(self, run: RunInfo) -> Callable[[], Delivery]:
+    def opener(self, run: RunInfo) -> Callable[[], Delivery] | None:
         """A function that opens the run in the tracker and sends what it lacks, which waits for the tracker.
-        Raises ConfigError for a library that is missing and for a setting that cannot work."""
+        None: the tracker is disabled. Raises ConfigError for a library that is missing and for a setting that
+        cannot work."""
         try:
             client = self.client(run)
         except ImportError as e:
@@ -103,7 +112,8 @@ class Tracker(Sink):
                 "metrics.sinks",
             ) from None
         journal = run.folder / "trackers" / f"{self.name}.jsonl"
-        return partial(Delivery, client, run, self.run_name, journal)
+        name = self.run_name or (client.run_name if client else "")
+        return partial(Delivery, client, run, name, journal) if client else None
 
 
 class Delivery(Writer):

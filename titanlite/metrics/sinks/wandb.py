@@ -22,7 +22,8 @@ HEADER, BLOCK = 7, 32768  # bytes of a .wandb file
 @dataclass(frozen=True, kw_only=True)
 class WandB(Tracker, name="wandb"):
     """Weights & Biases. metrics.enable_wandb is a short form. Without an API key (WANDB_API_KEY, or `wandb
-    login`) the run is recorded offline. wandb's own environment variables hold, too."""
+    login`) the run is recorded offline. wandb's own environment variables hold, too, except for those of the
+    run's id and folder. With WANDB_MODE=disabled, nothing is recorded."""
 
     project: str = ""
     """Project; empty: WANDB_PROJECT, else wandb's default."""
@@ -30,14 +31,18 @@ class WandB(Tracker, name="wandb"):
     """User or team; empty: WANDB_ENTITY, else the default of the API key."""
     group: str = ""
     """Group of runs; empty: WANDB_RUN_GROUP, else none."""
-    mode: Literal["online", "offline"] = "online"
+    mode: Literal["", "online", "offline"] = ""
     """offline: record the run in <dump_folder>/wandb without a network. `titanlite metrics push` with mode =
-    "online" sends it later."""
+    "online" sends it later. Empty: WANDB_MODE, else online."""
 
-    def client(self, run: RunInfo) -> Client:
+    def client(self, run: RunInfo) -> Client | None:
         import wandb
 
-        mode = self.mode
+        # wandb.login refuses while WANDB_MODE is not online.
+        settings = wandb.setup(wandb.Settings(mode="online") if self.mode == "online" else None).settings
+        mode = self.mode or {"dryrun": "offline"}.get(settings.mode, settings.mode)
+        if mode == "disabled":
+            return None
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             mode = "offline"
             logger.warning(
@@ -45,7 +50,9 @@ class WandB(Tracker, name="wandb"):
                 f"{run.folder / 'wandb'}; with a key, `titanlite metrics push {run.folder}` sends it"
             )
         options = {"project": self.project, "entity": self.entity, "group": self.group, "mode": mode}
-        return WandBClient(run.folder, {key: value for key, value in options.items() if value})
+        client = WandBClient(run.folder, {key: value for key, value in options.items() if value})
+        client.run_name = settings.run_name or ""
+        return client
 
 
 class WandBClient(Client):
