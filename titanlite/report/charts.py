@@ -87,7 +87,7 @@ def short(value: float) -> str:
 def ticks(low: float, high: float, num: int) -> list[float]:
     """Return about `num` round numbers between two numbers."""
     rough = (high - low) / max(num, 1)
-    if not rough > 0:
+    if not rough > 1e-300:
         return [low]
     power = 10.0 ** math.floor(math.log10(rough))
     step = next((factor * power for factor in (1, 2, 5) if factor * power >= rough), 10 * power)

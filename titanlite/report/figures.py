@@ -42,7 +42,7 @@ NOT_SHOWN = {
     "compile/graphs", "compile/seconds", *PAUSES.values(),
 }  # fmt: skip
 MAX_OTHERS = 40  # charts of a group
-MAX_MARKS = 300  # of a run: of saves, and of other events
+MAX_MARKS = 300  # of a run: of resumes, of saves, and of other events
 MARKS = {
     "stage": "solid: a stage begins",
     "resumed": "dashed: resumed", "rewound": "dotted: rewound", "skipped": "cross: skipped step",
@@ -121,7 +121,7 @@ def loss_by_tokens(runs: Sequence[RecordedRun]) -> Chart:
 def noisy_lines(run: int, series: Series, x: Floats) -> list[Line]:
     """Return the line of the logged values, and above it the smoothed one if there are enough points.
     `x`: the place of each point of `series`."""
-    is_finite = np.isfinite(series.values)
+    is_finite = np.isfinite(series.values) & np.isfinite(x)
     series, x = series[is_finite], x[is_finite]
     if len(series) < 50:
         return [Line(run, *downsample(x, series.values))] if len(series) else []
@@ -130,24 +130,23 @@ def noisy_lines(run: int, series: Series, x: Floats) -> list[Line]:
 
 
 def metric_chart(runs: Sequence[RecordedRun], key: str, title: str, unit: str) -> Chart:
-    """Return the chart of one metric; it has no lines if no run has the metric twice."""
+    """Return the chart of one metric; it has no lines if no run has the metric."""
     lines = []
     for i, run in enumerate(runs):
         series = run.series(key).finite()
-        if len(series) < 2:
-            continue
         if len(series) >= MANY and noise(series.values) > 0.01 * np.ptp(series.values):
             lines += noisy_lines(i, series, series.tokens)
         else:
             lines.append(Line(i, *downsample(series.tokens, series.values, SMALL)))
-    return Chart(title, x_label(runs), lines, unit)
+    return Chart(title, x_label(runs), [line for line in lines if len(line.x)], unit)
 
 
 def marks_of(run: RecordedRun, index: int) -> list[Mark]:
     """Return the marks of one run: stages, resumes, saves, skipped steps, accepted outliers, spikes and
     rewinds."""
     marks = _stage_marks(run, index)
-    marks += [_mark(run, index, "resumed", step, f"resumed after step {step}") for step in run.resumes()]
+    resumes = run.resumes()[-MAX_MARKS:]
+    marks += [_mark(run, index, "resumed", step, f"resumed after step {step}") for step in resumes]
     saves = sorted(run.saves())
     marks += [_mark(run, index, "saved", step, f"saved step {step}") for step in saves[-MAX_MARKS:]]
     events = run.happened("skipped", "accepted", "spike", "rewound")
@@ -162,7 +161,7 @@ def marks_of(run: RecordedRun, index: int) -> list[Mark]:
 
 def _stage_marks(run: RecordedRun, index: int) -> list[Mark]:
     """The marks of the stages that have begun, except for the first."""
-    consumed = run.series(SEQUENCES)
+    consumed = run.series(SEQUENCES).finite()
     marks = []
     for stage in run.stages()[1 : MAX_MARKS + 1] if len(consumed) else []:
         if stage.first_sequence < consumed.values[-1]:
@@ -227,6 +226,7 @@ def noise_scale(run: RecordedRun) -> Series:
     """Return the gradient noise scale in sequences, from means over some reports."""
     noises, signals = run.series("train/noise_scale_noise"), run.series("train/noise_scale_signal")
     single = run.series("train/noise_scale_sequences")
+    single = single[np.isin(single.steps, noises.steps)]
     if not len(single) or not np.array_equal(noises.steps, signals.steps):
         return single[:0]
     at = np.searchsorted(noises.steps, single.steps)

@@ -10,6 +10,8 @@ from html import escape
 from itertools import count
 from pathlib import Path
 
+import numpy as np
+
 from titanlite.log import printable
 from titanlite.report.charts import NUM_COLORS, Chart, data, svg
 from titanlite.report.facts import all_verdicts, changed_keys, facts
@@ -24,6 +26,7 @@ MAX_EVENTS = 50  # the newest ones of each run
 MAX_CHECKPOINTS = 30  # the newest ones of each run
 
 
+@np.errstate(all="ignore")  # values that cannot be drawn are left out
 def report(runs: Sequence[RecordedRun], price: float | None = None) -> str:
     """Return the page on one or several runs. `price`: of a GPU hour."""
     groups = other_charts(runs)

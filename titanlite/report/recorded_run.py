@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -72,7 +73,7 @@ class RecordedLoads(NamedTuple):
     tokens_LE: Floats
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RecordedRun:
     """The content of the files of one run. `records` have one entry per logged step, in the order of steps.
     `superseded` are records of steps that the run took again after a resume or a rewind, in the order of the
@@ -144,7 +145,7 @@ class RecordedRun:
     def epochs(self, step: int) -> str:
         """Return how many epochs of each source the run had read by a step, as text; empty if that is not
         known."""
-        consumed = self.series(SEQUENCES)
+        consumed = self.series(SEQUENCES).finite()
         if not len(consumed) or not self.sources:
             return ""
         num = float(np.interp(step, consumed.steps, consumed.values))
@@ -171,7 +172,7 @@ class RecordedRun:
     def loss_changes(self) -> list[int]:
         """Return the last step before each stage that has begun and whose losses cannot be compared with
         those before it; estimated if not every step is logged."""
-        consumed = self.series(SEQUENCES)
+        consumed = self.series(SEQUENCES).finite()
         firsts = [stage.first_sequence for stage in self.stages() if stage.changes_loss]
         if not len(consumed):
             return []
@@ -206,12 +207,13 @@ class RecordedRun:
     def saves(self) -> set[int]:
         """Return the steps after which the run was saved. For checkpoints that no longer exist it is the
         logged step before the record that has the time of the save."""
-        steps = {saved.step for saved in self.checkpoints}
+        known, estimated = sorted(saved.step for saved in self.checkpoints), set[int]()
         for before, record in pairwise(self.records):
-            is_known = any(before["step"] <= step < record["step"] for step in steps)
-            if not is_known and (number(record.get("checkpoint/stall_s")) or 0) > 0:
-                steps.add(before["step"])
-        return steps
+            if (number(record.get("checkpoint/stall_s")) or 0) > 0:
+                at = bisect_left(known, before["step"])
+                if at == len(known) or known[at] >= record["step"]:
+                    estimated.add(before["step"])
+        return estimated.union(known)
 
     def resumes(self) -> list[int]:
         """Return the steps after which the run was started again. A later rewind removes the record of the
@@ -227,7 +229,7 @@ def number(value: Any) -> float | None:
         return NON_FINITE.get(value.lower())
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if abs(value) < 1e300 else math.copysign(math.inf, value)
+    return float(value) if abs(value) < 1e300 else math.inf if value > 0 else -math.inf
 
 
 def read_run(folder: Path, name: str) -> RecordedRun:
@@ -396,7 +398,9 @@ def _expert_loads(folder: Path, problems: list[str]) -> RecordedLoads | None:
     newest = max(records, key=lambda record: record["step"])
     try:
         tokens_LE = np.array(list(newest["tokens"].values()), np.float64)
-        if tokens_LE.ndim != 2 or not (tokens_LE >= 0).all() or not (tokens_LE.sum(1) > 0).all():
+        sums_L = tokens_LE.sum(axis=-1)
+        is_possible = (tokens_LE >= 0).all() and ((sums_L >= 1) & np.isfinite(sums_L)).all()
+        if tokens_LE.ndim != 2 or not is_possible:
             raise ValueError("no numbers of tokens")
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         problems.append(f"{EXPERT_LOADS}: the loads of step {newest['step']} cannot be read")

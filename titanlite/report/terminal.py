@@ -18,6 +18,7 @@ SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the tokens that all runs have trained
 MAX_CELL = 44  # characters
 
 
+@np.errstate(all="ignore")  # values that are not finite are left out
 def comparison(runs: Sequence[RecordedRun], price: float | None = None) -> str:
     """Return the comparison of runs; the first one is the one that the others are compared with. `price`: of
     a GPU hour."""

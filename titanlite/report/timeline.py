@@ -10,6 +10,7 @@ import sys
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -48,6 +49,7 @@ class Timeline:
         return sum(self.seconds.values())
 
 
+@cache
 def timeline(run: RecordedRun) -> Timeline:
     """Return the timeline of a run."""
     step_times = run.series(STEP).finite().values
@@ -55,12 +57,13 @@ def timeline(run: RecordedRun) -> Timeline:
         return Timeline({}, np.zeros(0))
     typical_s = float(np.median(step_times))
     causes = Counter[str]()
-    again = _superseded(run, typical_s, causes)
+    again = sorted(_superseded(run, typical_s, causes).items(), reverse=True)
     hours, total, before = [], 0.0, 0
     for record in run.records:
         seconds = _seconds(record, record["step"] - before, typical_s)
         causes.update(seconds)
-        total += sum(again.pop(step) for step in sorted(again) if step <= record["step"])
+        while again and again[-1][0] <= record["step"]:
+            total += again.pop()[1]
         total += sum(seconds.values())
         hours.append(total / 3600)
         before = record["step"]
@@ -84,7 +87,7 @@ def gpu_hours(run: RecordedRun) -> float | None:
 def _num_ranks(record: Record) -> int:
     """The number of ranks that took the steps of a record; 0 if it is not known."""
     one = _of(record, "throughput/tokens_per_second_per_device")
-    return round(_of(record, "throughput/tokens_per_second") / one) if one > 0 else 0
+    return round(_of(record, "throughput/tokens_per_second") / one) if one > 1e-9 else 0
 
 
 def duration(seconds: float) -> str:

@@ -57,7 +57,7 @@ class Verdict:
 def verdicts_of(run: RecordedRun) -> list[Verdict]:
     """Return all verdicts on one run, the bad ones first, then in the order of steps."""
     loss, max_norm = run.series("train/loss"), run.setting("training.max_norm")
-    loss_changes = run.loss_changes()
+    loss_changes, num_skipped = run.loss_changes(), run.series("train/skipped_steps").finite()
     newest = _parts(loss, loss_changes)[-1]
     if run.setting("training.clip") == "tensor":
         max_norm = 0.0  # not used after the first 100 steps
@@ -68,8 +68,8 @@ def verdicts_of(run: RecordedRun) -> list[Verdict]:
         *low_precision(run.series("numerics/loss_minus_fp32")),
         *spikes(
             loss,
-            run.series("train/skipped_steps"),
-            run.series("progress/sequences"),
+            num_skipped,
+            run.series("progress/sequences").finite(),
             run.skipped_sequences(),
             run.happened("spike"),
             loss_changes,
@@ -77,7 +77,7 @@ def verdicts_of(run: RecordedRun) -> list[Verdict]:
         *trend(newest, run.series("train/learning_rate")),
         *_with_epochs(run, overfitting(newest, run.series("eval/loss"))),
         *noisier(newest),
-        *skipped(run.series("train/skipped_steps"), run.happened("skipped")),
+        *skipped(num_skipped, run.happened("skipped")),
         *clipping(run.series("train/grad_norm"), max_norm if isinstance(max_norm, (int, float)) else 0.0),
         *slower(run.series("throughput/tokens_per_second"), run.series("time/data_wait_pct"), run.resumes()),
     ]
