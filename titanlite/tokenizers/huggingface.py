@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,14 @@ from titanlite.tokenizers.base import Tokenizer, TokenizerConfig, read_bytes
 from titanlite.tokenizers.chat import ChatFormat
 from titanlite.tokenizers.tokenizer_json import TOKENIZER_CONFIG
 
-REBUILT = ("add_prefix_space", "legacy")  # settings of tokenizers that transformers builds
+# Settings in tokenizer_config.json that an export keeps, beside names of tokens. With others, such as
+# add_prefix_space, added_tokens_decoder or auto_map, transformers changes or replaces the tokenizer of
+# tokenizer.json.
+KEPT = ("chat_template", "model_input_names", "model_max_length", "padding_side", "truncation_side")
+SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")
+ADDED_LISTS = ("added_tokens_decoder", "added_tokens")
+# Tokens that no text of the training data stands for: a name without an id is left out of an export.
+NOT_IN_TEXT = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -79,6 +86,7 @@ class HuggingFaceTokenizer(Tokenizer):
             raise ConfigError(message, "tokenizer.path") from None
         except Exception as e:  # the library has no exception class of its own
             raise ConfigError(f"{path}: {e}", "tokenizer.path") from None
+        self._pad_token = (self._library.padding or {}).get("pad_token", "")
         self._library.no_truncation()
         self._library.no_padding()
         self.config = config
@@ -89,6 +97,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eos = self._special("eos", config.eos, path)
         self.bos = self._special("bos", config.bos, path)
         self._has_bos = bool(config.bos or self._named("bos"))
+        self._check_token_names(path)
         inputs = (content, config.special_tokens_in_text, self.bos, self.eos)
         self.fingerprint = hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
         own = {"bos_token_id": None, "eos_token_id": self.eos}
@@ -233,7 +242,8 @@ class HuggingFaceTokenizer(Tokenizer):
             raise ConfigError(f"{file} is not UTF-8", "tokenizer.chat_template") from None
 
     def hugging_face_files(self) -> dict[str, bytes]:
-        """Return tokenizer.json unchanged, and the files beside it with titanlite's BOS and EOS."""
+        """Return tokenizer.json unchanged, the chat template, and a tokenizer_config.json with titanlite's
+        BOS and EOS."""
         files = {"tokenizer.json": self._content}
         own = ["tokenizer.model"] if self._has_pieces else []
         for name in ("chat_template.jinja", "chat_template.json", *own):
@@ -242,19 +252,53 @@ class HuggingFaceTokenizer(Tokenizer):
         if isinstance(self.config, HuggingFace) and self.config.chat_template:
             files.pop("chat_template.json", None)
             files["chat_template.jinja"] = self._chat_template()[0].encode()
-        framing = self._framing()
-        file = self._beside("tokenizer_config.json")
-        config = read_object(file) if file else TOKENIZER_CONFIG
-        if self._has_pieces:
-            # transformers 5 runs the file only for this class: LlamaTokenizer builds a tokenizer of its own
-            # from the vocabulary, which has other ids for texts that begin with a space.
-            config = {key: value for key, value in config.items() if key not in REBUILT}
-            config["tokenizer_class"] = TOKENIZER_CONFIG["tokenizer_class"]
-        files["tokenizer_config.json"] = as_json({**config, **framing})
-        # transformers may prefer this file to the configuration
-        if file := self._beside("special_tokens_map.json"):
-            files[file.name] = as_json({**read_object(file), **framing})
+        files["tokenizer_config.json"] = as_json(self._exported_config())
         return files
+
+    def _exported_config(self) -> dict[str, Any]:
+        """Return a tokenizer_config.json with which transformers runs tokenizer.json as it is.
+
+        Other classes than PreTrainedTokenizerFast, such as GPT2Tokenizer and LlamaTokenizer of transformers
+        5, build a tokenizer of their own from the vocabulary, which splits text differently. Naming a token
+        makes it special, so names are kept of the tokens that are added tokens in tokenizer.json. A pad token
+        that is left out is replaced by EOS."""
+        self._beside("tokenizer_config.json")  # raises an error for a link out of the folder
+        config = self._object("tokenizer_config.json")
+        added = {token.content for token in self._library.get_added_tokens_decoder().values()}
+        named, extra = dict[str, Any](), dict[str, None]()
+        for key, names in self._token_names().items():
+            known = [name for name in names if name in added]
+            if key in SPECIAL_LISTS:
+                extra |= dict.fromkeys(known)
+            elif key not in ADDED_LISTS and (known or key == "pad_token"):
+                named[key] = known[0] if known else self._library.id_to_token(self.eos)
+        if extra:  # transformers 4 expects another type under the newer key, extra_special_tokens
+            named["additional_special_tokens"] = list(extra)
+        kept = {key: config[key] for key in KEPT if key in config}
+        return {**TOKENIZER_CONFIG, **kept, **named, **self._framing()}
+
+    def _token_names(self) -> dict[str, list[str]]:
+        """Return the names of tokens in the files beside tokenizer.json, by key, as transformers reads them:
+        with added_tokens_decoder, it does not read the older files."""
+        tree = {"pad_token": self._pad_token} | self._object("tokenizer_config.json")
+        if "added_tokens_decoder" not in tree:
+            tree = tree | self._object("special_tokens_map.json")
+            tree["added_tokens"] = [*self._object("added_tokens.json")]
+        keys = [key for key in tree if key in (*SPECIAL_LISTS, *ADDED_LISTS) or key.endswith("_token")]
+        return {key: names for key in keys if (names := list(_contents(tree[key])))}
+
+    def _check_token_names(self, path: Path) -> None:
+        """Raise ConfigError if a file beside tokenizer.json names a token that only gets an id when
+        transformers opens the files: the model would have no row for it."""
+        for key, names in self._token_names().items():
+            unknown = [name for name in names if self._library.token_to_id(name) is None]
+            if unknown and key not in (*NOT_IN_TEXT, "bos_token", "eos_token"):
+                raise ConfigError(
+                    f"{path} has no token {unknown[0]!r}, which a file beside it names ({key}): delete the "
+                    "name there, or add the token with transformers, "
+                    "`PreTrainedTokenizerFast.from_pretrained(DIR).save_pretrained(DIR)`",
+                    "tokenizer.path",
+                )
 
     def _framing(self) -> dict[str, str]:
         """Return the names of BOS, if the tokenizer has one, and EOS, as in tokenizer_config.json."""
@@ -300,6 +344,18 @@ def has_pieces(tree: Any) -> bool:
         return True
     _check_byte_level(tree)
     return False
+
+
+def _contents(value: Any) -> Iterator[str]:
+    """Yield the names of tokens in a value of tokenizer_config.json: a name, an object with `content`, or a
+    list or an object of these."""
+    if value and isinstance(value, str):
+        yield value
+    elif isinstance(value, dict) and "content" in value:
+        yield from _contents(value["content"])
+    elif isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _contents(item)
 
 
 def _content(token: Any) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Library
 
 from titanlite.config.component import ConfigError
 from titanlite.tokenizers.base import BOS, EOS, Tokenizer, TokenizerConfig
@@ -57,7 +58,7 @@ def random_texts(n: int) -> list[str]:
 
 def opened(tokenizer: Tokenizer, folder: Path) -> Any:
     """As a user opens an export."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for name, content in tokenizer.hugging_face_files().items():
         (folder / name).write_bytes(content)
     return transformers.AutoTokenizer.from_pretrained(folder)
@@ -143,16 +144,105 @@ def test_a_lone_tokenizer_json_gets_a_configuration(tmp_path: Path) -> None:
     assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.bos, tokenizer.eos)
 
 
-def test_a_map_of_special_tokens_does_not_override_the_chosen_ones(tmp_path: Path) -> None:
-    source, eos = tmp_path / "source", "<|reserved_special_token_0|>"
-    opened(Tiktoken(path=STDLIB, num_special_tokens=4).build(), source)
-    tokens = {"bos_token": BOS, "eos_token": {"content": EOS}, "pad_token": EOS}
-    (source / "special_tokens_map.json").write_text(json.dumps(tokens))
-    tokenizer = HuggingFace(path=str(source), bos=BOS, eos=eos).build()
+def with_numbers_of_three(folder: Path, **config: Any) -> Path:
+    """A byte-level tokenizer.json that splits numbers as Llama 3 does, with `config` beside it."""
+    library = Library.from_str(Tiktoken(path=STDLIB).build().hugging_face_files()["tokenizer.json"].decode())
+    library.add_special_tokens(["<|tool|>"])
+    folder.mkdir()
+    library.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**NAMED, **config}))
+    return folder
+
+
+NAMED = {"bos_token": BOS, "eos_token": EOS, "pad_token": EOS, "unk_token": EOS}
+NUMBERS = [*map(str, range(1, 10**8, 1234567)), "a 12 345 6789", " the", "<|tool|> the"]
+CLASSES = [
+    *("GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizer", "CohereTokenizer", "CodeGenTokenizer"),
+    *("LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"),
+]
+
+
+def test_no_class_of_the_source_changes_the_ids(tmp_path: Path) -> None:
+    source = with_numbers_of_three(tmp_path / "source")
+    tokenizer = HuggingFace(path=str(source), special_tokens_in_text=True).build()
+    right, files = [tokenizer.encode(text) for text in NUMBERS], tokenizer.hugging_face_files()
+    for name in CLASSES:
+        (source / "tokenizer_config.json").write_text(json.dumps({**NAMED, "tokenizer_class": name}))
+        assert HuggingFace(path=str(source)).build().hugging_face_files() == files
+    for model_type in ("llama", "olmoe", "qwen3"):  # of which transformers has another class for the last two
+        folder = tmp_path / model_type
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        theirs = opened(tokenizer, folder)
+        assert [theirs.encode(text, add_special_tokens=False) for text in NUMBERS] == right
+        assert len(theirs) == tokenizer.vocab_size
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))  # control
+    rebuilt = transformers.AutoTokenizer.from_pretrained(folder)
+    assert [rebuilt.encode(text, add_special_tokens=False) for text in NUMBERS] != right
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"add_prefix_space": True},
+        {"split_special_tokens": True},
+        {"auto_map": {"AutoTokenizer": ["own.Own", None]}},
+        {"additional_special_tokens": ["<|tool|>", "the"]},
+        {
+            "added_tokens_decoder": {
+                "300": {"content": "the"},
+                "8192": {"content": "<|tool|>", "rstrip": True},
+            }
+        },
+        {"mask_token": " the", "image_token": "the"},
+        {"clean_up_tokenization_spaces": True, "legacy": False, "add_bos_token": True},
+    ],
+    ids=lambda config: next(iter(config)),
+)
+def test_no_setting_of_the_source_changes_the_ids(tmp_path: Path, config: dict[str, Any]) -> None:
+    source = with_numbers_of_three(tmp_path / "source", tokenizer_class="GPT2Tokenizer", **config)
+    tokenizer = HuggingFace(path=str(source), special_tokens_in_text=True).build()
     theirs = opened(tokenizer, tmp_path / "it")
+    for text in NUMBERS:
+        assert theirs.encode(text, add_special_tokens=False) == tokenizer.encode(text)
+    assert theirs.decode(tokenizer.encode("a , b 's")) == "a , b 's"
+    assert ("<|tool|>" in theirs.all_special_tokens) == ("additional_special_tokens" in config)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_role_without_an_id_is_left_out_of_an_export(tmp_path: Path, name: str) -> None:
+    """Every id has a row in the model, and batches are padded with EOS."""
+    source = with_numbers_of_three(tmp_path / "source")
+    tokens = {"bos_token": BOS, "eos_token": EOS, "pad_token": {"content": "[PAD]"}, "unk_token": "[UNK]"}
+    (source / name).write_text(json.dumps(tokens))
+    tokenizer = HuggingFace(path=str(source), eos="<|tool|>").build()
+    theirs = opened(tokenizer, tmp_path / "it")
+    assert (len(theirs), theirs.unk_token) == (tokenizer.vocab_size, None)
     assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.bos, tokenizer.eos)
-    written = json.loads((tmp_path / "it/special_tokens_map.json").read_text())
-    assert written == {"bos_token": BOS, "eos_token": eos, "pad_token": EOS}
+    assert theirs(["a", "a b c"], padding=True).input_ids[0][-1] == tokenizer.eos
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [
+        ("tokenizer_config.json", {"additional_special_tokens": ["<|tool|>", "<d>"]}),
+        ("tokenizer_config.json", {"extra_special_tokens": [{"__type": "AddedToken", "content": "<d>"}]}),
+        ("tokenizer_config.json", {"extra_special_tokens": {"image_token": "<d>"}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"9000": {"content": "<d>"}}}),
+        ("tokenizer_config.json", {"image_token": "<d>"}),
+        ("special_tokens_map.json", {"additional_special_tokens": ["<d>"]}),
+        ("added_tokens.json", {"<d>": 9000}),
+    ],
+)
+def test_a_token_of_texts_without_an_id_is_told(tmp_path: Path, name: str, tree: dict[str, Any]) -> None:
+    """transformers adds such a token when it opens the files, with an id that the model has no row for."""
+    source = with_numbers_of_three(tmp_path / "source")
+    (source / name).write_text(json.dumps(tree))
+    with pytest.raises(ConfigError, match=r"has no token '<d>', which a file beside it names"):
+        HuggingFace(path=str(source), eos=EOS).build()
+    if name == "tokenizer_config.json":  # the advice
+        transformers.PreTrainedTokenizerFast.from_pretrained(source).save_pretrained(source)
+        assert HuggingFace(path=str(source), eos=EOS).build().vocab_size == 8194
 
 
 def test_a_configuration_that_is_no_object_is_told(tmp_path: Path) -> None:
@@ -160,10 +250,7 @@ def test_a_configuration_that_is_no_object_is_told(tmp_path: Path) -> None:
     opened(Tiktoken(path=STDLIB, num_special_tokens=4).build(), source)
     (source / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json .* is not a JSON object"):
-        HuggingFace(path=str(source)).build()
-    tokenizer = HuggingFace(path=str(source), bos=BOS, eos=EOS).build()
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json .* is not a JSON object"):
-        tokenizer.hugging_face_files()
+        HuggingFace(path=str(source), bos=BOS, eos=EOS).build()
 
 
 def test_a_tokenizer_without_such_a_form_says_so() -> None:

@@ -130,7 +130,8 @@ def test_a_link_out_of_a_tokenizers_folder_is_not_copied(tmp_path: Path) -> None
     folder = tokenizer_in(tmp_path / "tokenizer")
     (tmp_path / "secret").write_text('{"password": "x"}')
     tokenizer = HuggingFace(path=str(folder)).build()
-    for name in ("chat_template.jinja", "special_tokens_map.json"):
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(tmp_path / "secret")
         with pytest.raises(
             ConfigError, match=f"{name} is a link to {tmp_path / 'secret'}, outside its folder"
