@@ -50,6 +50,7 @@ from titanlite.runtime.signals import StopRequests
 from titanlite.runtime.training import BatchLayout
 from titanlite.stages import Stages
 from titanlite.tokenizers.base import Tokenizer
+from titanlite.tokenizers.same_ids import verified_files
 
 
 def check_device(
@@ -112,7 +113,7 @@ def check_interop(job: Job, tokenizer: Tokenizer) -> None:
     if config.initial_load_path and (job.lora.enable or folder.is_new_run()):
         check_initial(path, ModelAndTokenizer(job.model, tokenizer), is_base=job.lora.enable)
     if config.export_hf:
-        job.model.hf_config(), tokenizer.hugging_face_files()
+        job.model.hf_config(), verified_files(tokenizer)
 
 
 def load_initial_weights(job: Job, net: Decoder, checkpoints: Checkpointer, state: TrainState) -> None:

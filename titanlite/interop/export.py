@@ -40,6 +40,7 @@ from titanlite.interop.weights import (
 )
 from titanlite.models.base import Decoder, ModelFamily, is_adapter
 from titanlite.models.lora import short_names
+from titanlite.tokenizers.same_ids import verified_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in huggingface.DTYPES.items()}
@@ -226,7 +227,7 @@ def _small_files(model: ModelAndTokenizer, outputs: Sequence[_Output], vocab_siz
     return {
         "config.json": as_json(config),
         "generation_config.json": as_json(model.tokenizer.generation_config()),
-        **model.tokenizer.hugging_face_files(),
+        **verified_files(model.tokenizer),
     }
 
 

@@ -34,7 +34,8 @@ class Tiktoken(TokenizerConfig, name="tiktoken"):
     """File with a line `<base64 token> <rank>` per token, relative to the current directory. The default is a
     small tokenizer that is installed with titanlite and found from any directory."""
     pattern: str = LLAMA3_PATTERN
-    """Regular expression that splits text before merging; the default is Llama 3's."""
+    """Regular expression that splits text before merging; the default is Llama 3's. An export is refused if
+    Hugging Face's library would split texts in another way."""
     num_special_tokens: int = 2
     """Number of special tokens, whose ids follow the ranks: `<|begin_of_text|>`, `<|end_of_text|>`, then
     reserved tokens. Llama 3 has 256."""

@@ -7,6 +7,7 @@ split first, as in `Tiktoken`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -35,7 +36,7 @@ def byte_level_files(
     if pattern is not None:
         splits = [
             {"type": "Split", "pattern": {"Regex": regex}, "behavior": behavior, "invert": False}
-            for regex, behavior in ((_long_runs(), "MergedWithPrevious"), (pattern, "Isolated"))
+            for regex, behavior in ((_long_runs(), "MergedWithPrevious"), (_oniguruma(pattern), "Isolated"))
         ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     model = bpe_model(
@@ -116,6 +117,33 @@ def _long_runs() -> str:
     """Return a regular expression that matches LONGEST_RUN characters of a longer run. A match starts at the
     start of the run or at the end of the previous match (\\G), so that no text is scanned twice."""
     return "|".join(rf"(?:(?<!{kind})|\G){kind}{{{LONGEST_RUN}}}(?={kind})" for kind in (NO_SPACE, SPACE))
+
+
+def _oniguruma(pattern: str) -> str:
+    """Return tiktoken's regular expression in the syntax of `tokenizers`, Oniguruma's. There `{1,3}+` is not
+    possessive, `$` and `^` match at every line, and `\\pL` is no property. Other differences stay."""
+    written, starts, begin = list[str](), list[int](), 0  # `begin`: of what a quantifier repeats
+    has_lines = re.search(r"\(\?\w*m", pattern)  # (?m): `$` and `^` match at every line in tiktoken, too
+    anchors = {} if has_lines else {"$": r"\z", "^": r"\A"}
+    for item in _SYNTAX.findall(pattern):
+        if possessive := re.fullmatch(r"(\{\d+(?:,\d*)?\})\+", item):
+            written[begin:] = ["(?>", *written[begin:], possessive[1], ")"]
+        elif re.fullmatch(r"[?*+]|\{\d+(?:,\d*)?\}", item):
+            written.append(item)
+        else:
+            begin = len(written) if item != ")" or not starts else starts.pop()
+            starts += [begin] if item == "(" else []
+            written.append(anchors.get(item) or re.sub(r"^(\\[pP])(\w)$", r"\1{\2}", item))
+    return "".join(written)
+
+
+# A set of characters, which may have sets in it, an escape, a possessive or other quantifier, or a character.
+_SET = r"\[\^?\]?(?:\\.|[^\]\[\\]|{})*\]"
+_SYNTAX = re.compile(
+    rf"{_SET.format(_SET.format('(?!)'))}"
+    r"|\\[pPxu]\{[^}]*\}|\\[pP]\w|\\.|\{\d+(?:,\d*)?\}\+?|.",
+    re.DOTALL,
+)
 
 
 def byte_alphabet() -> dict[str, int]:

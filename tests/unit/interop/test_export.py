@@ -336,6 +336,21 @@ def test_what_cannot_be_exported_is_told_before_the_run(tmp_path: Path, corpus: 
     assert not job.folder.exists()
 
 
+def test_a_split_that_cannot_be_exported_is_told(tmp_path: Path, corpus: Path, capsys) -> None:
+    """Before a run that exports, and by `titanlite export`."""
+    tokenizer = ["--tokenizer.name=tiktoken", r"--tokenizer.pattern=\p{Script=Latin}+|.|\n"]
+    size = "--model.overrides.vocab_size=8192"
+    job = make_job(tmp_path, corpus, *tokenizer, size, "--training.steps=1", "--checkpoint.export_hf=true")
+    with pytest.raises(ConfigError, match="tokenizers cannot run this tokenizer"):
+        train(job)
+    assert not job.folder.exists()
+    job = make_job(tmp_path, corpus, *tokenizer, size, "--training.steps=1")
+    train(job)
+    complaint("export", job.folder, tmp_path / "out")
+    assert "tokenizers cannot run this tokenizer" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 # ---- bad input
 
 

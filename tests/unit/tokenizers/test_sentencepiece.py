@@ -35,6 +35,7 @@ from titanlite.generate import text_after
 from titanlite.tokenizers.base import Tokenizer
 from titanlite.tokenizers.huggingface import HuggingFace
 from titanlite.tokenizers.pieces import SPACE_MARK
+from titanlite.tokenizers.same_ids import verified_files
 from titanlite.tokenizers.sentencepiece import SentencePiece
 from titanlite.tokenizers.sentencepiece_model import as_tokenizer_json, read_model
 from titanlite.tokenizers.tiktoken import Tiktoken
@@ -164,6 +165,19 @@ def test_an_export_has_the_same_ids_in_transformers(
     read_back = HuggingFace(path=str(folder)).build()
     assert [read_back.encode(text) for text in texts()] == [ours.encode(text) for text in texts()]
     assert (read_back.bos, read_back.eos) == (ours.bos, ours.eos)
+
+
+def test_an_export_is_compared_with_training(
+    trained: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = SentencePiece(path=str(trained["llama2"])).build()
+    files = verified_files(ours)
+    tree = json.loads(files["tokenizer.json"])
+    tree["normalizer"]["normalizers"].pop(0)  # no space in front
+    files["tokenizer.json"] = json.dumps(tree).encode()
+    monkeypatch.setattr(ours, "hugging_face_files", lambda: files)
+    with pytest.raises(ConfigError, match=r"^an export would split '1' into \['1'\], but training"):
+        verified_files(ours)
 
 
 def test_ids_of_the_class_for_llama_2(trained: dict[str, Path], tmp_path: Path) -> None:

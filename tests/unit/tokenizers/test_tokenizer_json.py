@@ -12,9 +12,11 @@ import pytest
 from tokenizers import Tokenizer as Library
 
 from titanlite.config.component import ConfigError
+from titanlite.tokenizers import tokenizer_json
 from titanlite.tokenizers.base import BOS, EOS, Tokenizer, TokenizerConfig
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tokenizers.huggingface import HuggingFace
+from titanlite.tokenizers.same_ids import verified_files
 from titanlite.tokenizers.tiktoken import Tiktoken
 from titanlite.tokenizers.tokenizer_json import LONGEST_RUN
 
@@ -64,10 +66,16 @@ def opened(tokenizer: Tokenizer, folder: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
+# As in tiktoken_ext/openai_public.py of tiktoken.
+CL100K = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
 KINDS: dict[str, TokenizerConfig] = {
     "tiktoken": Tiktoken(path=STDLIB),
     "reserved tokens": Tiktoken(path=STDLIB, num_special_tokens=256),
     "another split": Tiktoken(path=STDLIB, pattern=r"\p{L}+|\p{N}|[^\p{L}\p{N}]+"),
+    "possessive": Tiktoken(path=STDLIB, pattern=CL100K),
     "bytes": Bytes(),
 }
 
@@ -83,6 +91,39 @@ def test_ids_are_equal_on_varied_text(tmp_path: Path, kind: str) -> None:
         assert theirs.decode(ids) == tokenizer.decode(ids), text
         assert theirs(text).input_ids == [tokenizer.bos, *ids]  # as a document begins
     assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.bos, tokenizer.eos)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        CL100K,
+        r"(?:[a\]\)]|[0-9[a-c]]){2,3}+|.|\n",
+        r"\d{2}+|[^\d]{3,}+|[\s\S]",
+        r"\S+|\s+$|\s",
+        r"^\s+|\S+|\s",
+        r"\pL+|\PL+",
+    ],
+)
+def test_regular_expressions_are_translated(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
+    """tiktoken's and Hugging Face's languages differ in possessive repetitions, anchors and short forms."""
+    tokenizer = Tiktoken(path=STDLIB, pattern=pattern).build()
+    assert "tokenizer.json" in verified_files(tokenizer)
+    monkeypatch.setattr(tokenizer_json, "_oniguruma", lambda pattern: pattern)  # the control
+    with pytest.raises(ConfigError, match=r"^an export would split .*, but training splits it into ") as e:
+        verified_files(tokenizer)
+    assert e.value.key == "tokenizer.pattern"
+    assert "\n" not in str(e.value)
+
+
+def test_a_regular_expression_of_tiktoken_alone_is_refused() -> None:
+    tokenizer = Tiktoken(path=STDLIB, pattern=r"\p{Script=Latin}+|.|\n").build()
+    with pytest.raises(ConfigError, match="tokenizers cannot run this tokenizer: Oniguruma error"):
+        verified_files(tokenizer)
+
+
+def test_special_tokens_in_text_are_compared_as_in_training() -> None:
+    for in_text in (True, False):
+        verified_files(Tiktoken(path=STDLIB, special_tokens_in_text=in_text).build())
 
 
 @pytest.mark.parametrize("kind", ["tiktoken", "another split"])
