@@ -81,10 +81,15 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             self._has_pieces = has_pieces(json.loads(content))
             self._library = Library.from_str(content.decode())
+            self._library.encode(pieces.PROBE)  # finds what ends the library
         except json.JSONDecodeError as e:
             message = f"{path} is not valid JSON, for example because it is cut off: {e}"
             raise ConfigError(message, "tokenizer.path") from None
-        except Exception as e:  # the library has no exception class of its own
+        except (
+            BaseException
+        ) as e:  # the library has no exception class of its own, and its panics none at all
+            if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+                raise
             raise ConfigError(f"{path}: {e}", "tokenizer.path") from None
         self._pad_token = (self._library.padding or {}).get("pad_token", "")
         self._library.no_truncation()

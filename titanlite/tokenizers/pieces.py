@@ -5,10 +5,13 @@ A space is part of a piece, written as U+2581. A character without a piece becom
 
 from __future__ import annotations
 
+import base64
 import re
 from itertools import zip_longest
 from typing import Any
 from unicodedata import normalize
+
+import numpy as np
 
 SPACE_MARK = "\u2581"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -48,9 +51,36 @@ def check(tree: dict[str, Any]) -> None:
     for step in steps(tree.get("normalizer"), "normalizers"):
         if step.get("type") not in NORMALIZERS:
             raise ValueError(f"it changes text before it encodes it (normalizer {step.get('type')})")
+        if step["type"] == "Precompiled" and not _is_charsmap(base64.b64decode(step["precompiled_charsmap"])):
+            raise ValueError("the compiled rules of its normalizer (precompiled_charsmap) are damaged")
     for step in steps(tree.get("pre_tokenizer"), "pretokenizers"):
         if step.get("type") not in PRE_TOKENIZERS or step.get("behavior") == "Removed":
             raise ValueError(f"it may drop text before it encodes it (pre-tokenizer {step.get('type')})")
+
+
+def _is_charsmap(data: bytes) -> bool:
+    """Whether the library can run the compiled rules of a normalizer; otherwise it may end the process.
+
+    They are the size of a trie in bytes, the trie, and the replacements in UTF-8. The trie is a double array
+    of uint32 (darts-clone), whose leaves have positions in the replacements."""
+    size = int.from_bytes(data[:4], "little")
+    texts = data[4 + size :]
+    try:
+        texts.decode()
+    except UnicodeDecodeError:
+        return False
+    if not 0 < size <= len(data) - 4 or size % 4:
+        return False
+    units = np.frombuffer(data, "<u4", size // 4, 4).astype(np.int64)
+    nodes = np.flatnonzero((units >> 31 == 0) | (np.arange(len(units)) == 0))  # the others are leaves
+    children = nodes ^ ((units[nodes] >> 10) << ((units[nodes] & 0x200) >> 6))
+    if not ((children | 0xFF) < len(units)).all():  # any byte of a text may follow
+        return False
+    positions = units[children[units[nodes] & 0x100 > 0]] & 0x7FFFFFFF
+    if not (positions <= len(texts)).all():
+        return False
+    begins = np.frombuffer(texts + b"\0", np.uint8) & 0xC0 != 0x80  # of a character
+    return bool(begins[positions].all())
 
 
 def check_probe(text: str) -> None:

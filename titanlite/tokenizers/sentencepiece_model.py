@@ -22,6 +22,7 @@ from typing import Any
 from titanlite.tokenizers.pieces import BYTES, SPACE_MARK
 from titanlite.tokenizers.tokenizer_json import bpe_model, tokenizer_tree
 
+LONGEST = 512  # characters of a piece, the limit of SentencePiece's trainer
 TYPES = range(1, 7)  # of pieces
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = TYPES
 UNIGRAM, BPE = 1, 2  # types of models
@@ -73,7 +74,7 @@ def read_model(data: bytes) -> SentencePieceModel:
             unk_id=types[UNKNOWN][0],
             bos=_control(pieces, trainer.get(46, [b"<s>"])[-1].decode()),
             eos=_control(pieces, trainer.get(47, [b"</s>"])[-1].decode()),
-            charsmap=bytes(normalizer.get(2, [b""])[-1]),
+            charsmap=memoryview(normalizer.get(2, [b""])[-1]).tobytes(),
             add_dummy_prefix=bool(_int(normalizer, 3, 1)),
             remove_extra_whitespaces=bool(_int(normalizer, 4, 1)),
         )
@@ -82,6 +83,8 @@ def read_model(data: bytes) -> SentencePieceModel:
         has_other_spaces = _int(trainer, 24, 0) or not _int(normalizer, 5, 1)
     except (ValueError, LookupError, TypeError, AttributeError, struct.error):
         raise ValueError(NOT_A_MODEL) from None
+    if longest := max((piece.text for piece in pieces if len(piece.text) > LONGEST), key=len, default=""):
+        raise ValueError(f"it has a piece of {len(longest):,} characters: {longest[:20]!r}...")
     if model.type not in (UNIGRAM, BPE):
         raise ValueError(f"a SentencePiece model of type {model.type}, neither Unigram (1) nor BPE (2)")
     if not {pieces[i].text for i in types[BYTE]} >= set(BYTES):

@@ -5,6 +5,7 @@ is refused."""
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
@@ -455,6 +456,76 @@ def test_a_model_that_would_lose_text(tmp_path: Path, settings: dict[str, Any], 
     with pytest.raises(ConfigError, match=rf"tokenizer\.model: .*{message}") as e:
         SentencePiece(path=str(tmp_path)).build()
     assert e.value.key == "tokenizer.path"
+
+
+def changed(model: bytes, rules: bytes = b"", piece: str = "") -> bytes:
+    """The model with other compiled rules and one more piece."""
+    proto = sentencepiece_model_pb2.ModelProto()
+    proto.ParseFromString(model)
+    if rules:
+        proto.normalizer_spec.precompiled_charsmap = rules
+    if piece:
+        proto.pieces.add(piece=piece, score=-1e3, type=1)
+    return bytes(proto.SerializeToString())
+
+
+def charsmap(trie: bytes, texts: bytes = b"", size: int | None = None) -> bytes:
+    return (len(trie) if size is None else size).to_bytes(4, "little") + trie + texts
+
+
+# A root whose child 'a' (0x61) has a leaf with a position in the replacements.
+TRIE = np.zeros(256, "<u4")
+TRIE[0], TRIE[0x61], TRIE[0x60] = 0 << 10, (1 << 10) | 0x100 | 0x61, 1 << 31
+BAD_TRIES = {"position": TRIE.copy(), "text": TRIE.copy(), "root": TRIE.copy(), "child": TRIE.copy()}
+BAD_TRIES["position"][0x60] = 1 << 31 | 99
+BAD_TRIES["text"][0x60] = 1 << 31 | 1  # inside a character
+BAD_TRIES["root"][0] = 1 << 31 | 1 << 20
+BAD_TRIES["child"][0x61] |= 1 << 20
+BAD_CHARSMAPS = [
+    *(b"x", bytes(4), b"x" * 50, charsmap(b"", size=2**32 - 1), charsmap(b"1234", size=8)),
+    *(charsmap(b"12345", b"\0"), charsmap(b"\xff" * 1024, b"\0"), charsmap(TRIE.tobytes(), b"\xff\0")),
+    *(charsmap(trie.tobytes(), "\u00e4\0".encode()) for trie in BAD_TRIES.values()),
+]
+
+
+def test_damaged_rules_of_a_normalizer(trained: dict[str, Path], tmp_path: Path) -> None:
+    """The library would end the process, or panic on a text."""
+    model = (trained["unigram nmt_nfkc"] / "tokenizer.model").read_bytes()
+    file = tmp_path / "tokenizer.model"
+    for rules in BAD_CHARSMAPS:
+        file.write_bytes(changed(model, rules))
+        with pytest.raises(ConfigError, match=r"tokenizer\.model: the compiled rules .* are damaged"):
+            SentencePiece(path=str(file)).build()
+    good = charsmap(TRIE.tobytes(), "\u00e4\0".encode())
+    file.write_bytes(changed(model, good))
+    with pytest.raises(
+        ConfigError, match=r"it changes text: .* becomes '\u00e4'"
+    ):  # it is run: a is replaced
+        SentencePiece(path=str(file)).build()
+
+
+def test_a_panic_of_the_library_is_told(
+    trained: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = built(tmp_path / "l", "llama2", (trained["llama2"] / "tokenizer.model").read_bytes())
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    rules = base64.b64encode(charsmap(BAD_TRIES["root"].tobytes(), b"\0")).decode()
+    normalized_by(tree, "Precompiled", precompiled_charsmap=rules)
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    monkeypatch.setattr("titanlite.tokenizers.pieces._is_charsmap", lambda data: True)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: index out of bounds"):
+        HuggingFace(path=str(folder)).build()
+
+
+def test_pieces_that_are_too_long(trained: dict[str, Path], tmp_path: Path) -> None:
+    """Merges of all their parts would fill the memory."""
+    model = (trained["llama2"] / "tokenizer.model").read_bytes()
+    file = tmp_path / "tokenizer.model"
+    file.write_bytes(changed(model, piece="a" * 512))
+    SentencePiece(path=str(file)).build()
+    file.write_bytes(changed(model, piece="a" * 513))
+    with pytest.raises(ConfigError, match="it has a piece of 513 characters: 'aaaa"):
+        SentencePiece(path=str(file)).build()
 
 
 def test_a_file_of_another_tokenizer(trained: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
