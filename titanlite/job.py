@@ -79,8 +79,10 @@ from titanlite.stages import (
     settings_of,
     uncounted_ends,
 )
-from titanlite.tokenizers.base import TokenizerConfig
+from titanlite.tokenizers.base import Tokenizer, TokenizerConfig
 from titanlite.tokenizers.tiktoken import Tiktoken
+
+TOKENIZER = "tokenizer"  # folder of a run folder, with a copy of the tokenizer's files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,6 +365,28 @@ def run_folder(path: Path, tree: dict[str, Any]) -> Path | None:
     parts = Path(str(section.get("folder", ""))).parts if isinstance(section, dict) else ()
     inside = bool(parts) and (folder / MANIFEST).exists() and folder.parts[-len(parts) - 1 : -1] == parts
     return folder.parents[len(parts)] if inside else None
+
+
+def open_recorded_tokenizer(job: Job, checkpoint: Path, fingerprint: str) -> Tokenizer:
+    """The tokenizer of a checkpoint with the recorded job `job`: the one at the job's path or, if its files
+    are missing or have changed, the copy in the run folder. `fingerprint`: recorded in the checkpoint; "" is
+    not compared. Raises ConfigError that names both."""
+    copy, faults = job.tokenizer.in_folder(job.folder / TOKENIZER), list[str]()
+    for config in [job.tokenizer] if copy == job.tokenizer else [job.tokenizer, copy]:
+        try:
+            if missing := [file for file in config.files().values() if not file.exists()]:
+                raise ConfigError(f"there is no {missing[0]}")
+            tokenizer = config.build()
+            if fingerprint in ("", tokenizer.fingerprint):
+                return tokenizer
+            raise ConfigError(f"{config.label} is another one")
+        except ConfigError as e:
+            faults.append(str(e))
+    raise ConfigError(
+        f"the tokenizer of {checkpoint} is missing: {', and '.join(faults)}. A run keeps a copy in its "
+        "folder, which a checkpoint needs on another machine. If the tokenizer is somewhere else, run "
+        f"`titanlite import {checkpoint} DIR CONFIG.toml --tokenizer.path=...` with the run's CONFIG.toml"
+    )
 
 
 def load_recorded_job(checkpoint: Path, allow_imports: bool) -> Job:

@@ -37,7 +37,7 @@ from titanlite.interop.exporter import Exporter
 from titanlite.interop.formats import locate_base
 from titanlite.interop.initial import check_initial, load_base, load_initial
 from titanlite.interop.weights import ModelAndTokenizer
-from titanlite.job import Job
+from titanlite.job import TOKENIZER, Job
 from titanlite.log import logger
 from titanlite.metrics.meter import Meter, StepCost
 from titanlite.metrics.sinks.base import RunInfo, Sinks
@@ -98,7 +98,7 @@ def parallel_settings(job: Job, rt: Runtime, attention: AttentionBackend) -> Par
 
 def open_tokenizer(job: Job) -> Tokenizer:
     """The job's tokenizer. Raises ConfigError if it has ids that the model's vocabulary lacks."""
-    tokenizer = job.tokenizer.build()
+    tokenizer = job.tokenizer.build_or_name_copy(job.folder / TOKENIZER)
     job.model.check_vocabulary(tokenizer.vocab_size)
     return tokenizer
 
@@ -447,7 +447,7 @@ def open_meter(job: Job, rt: Runtime, flops_per_token: Mapping[int, int], resume
 
 
 def write_run_files(job: Job, rt: Runtime, checkpoints: Checkpointer, sequences: RunSequences) -> None:
-    """Write job.toml, env.json, sources.json and run_identity.json into the run folder, on rank 0."""
+    """Write the files that record the run into its folder, on rank 0, with a copy of the tokenizer's."""
     if rt.rank > 0:
         return
     job.folder.mkdir(parents=True, exist_ok=True)
@@ -459,6 +459,7 @@ def write_run_files(job: Job, rt: Runtime, checkpoints: Checkpointer, sequences:
     }
     for name, text in files.items():
         write_atomically(job.folder / name, text)
+    job.tokenizer.copy_to(job.folder / TOKENIZER)
 
 
 def log_steps(

@@ -14,7 +14,7 @@ import numpy as np
 
 from titanlite.config.component import Component, ConfigError, full_name
 from titanlite.config.shipped import find_file
-from titanlite.files import if_on_hub, read_regular
+from titanlite.files import if_on_hub, read_regular, write_atomically
 from titanlite.tokenizers.chat import ChatFormat
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
@@ -114,6 +114,32 @@ class TokenizerConfig(Component, kind="tokenizer", makes=(Tokenizer,)):
     @abstractmethod
     def build(self) -> Tokenizer:
         """Load the tokenizer. Raises ConfigError for a missing or invalid file."""
+
+    def files(self) -> dict[str, Path]:
+        """Return the files that `build` reads, by their names in a copy, which a run keeps in its folder. The
+        default is a tokenizer without files."""
+        return {}
+
+    def in_folder(self, folder: Path) -> TokenizerConfig:
+        """Return this component with the copy of its files in `folder`."""
+        return self
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy the files of this component to `folder`. A copy that is up to date is not written again."""
+        for name, file in self.files().items():
+            content, copy = read_bytes(str(file), "tokenizer.path"), folder / name
+            folder.mkdir(exist_ok=True)
+            if not copy.is_file() or copy.read_bytes() != content:
+                write_atomically(copy, content)
+
+    def build_or_name_copy(self, folder: Path) -> Tokenizer:
+        """Return the tokenizer. Raises ConfigError, which names the copy of the files in `folder`, if any."""
+        try:
+            return self.build()
+        except ConfigError as e:
+            path = getattr(self.in_folder(folder), "path", "")
+            advice = f"; the run has a copy: --tokenizer.path={path}" if path and Path(path).exists() else ""
+            raise ConfigError(f"{e}{advice}", e.key) from None
 
 
 def read_bytes(path: str, key: str) -> bytes:

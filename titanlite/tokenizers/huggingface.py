@@ -10,9 +10,9 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -33,6 +33,10 @@ SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")
 ADDED_LISTS = ("added_tokens_decoder", "added_tokens")
 # Tokens that no text of the training data stands for: a name without an id is left out of an export.
 NOT_IN_TEXT = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+BESIDE = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("chat_template.json", "config.json", "generation_config.json", "tokenizer.model"),
+)
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -41,6 +45,7 @@ class HuggingFace(TokenizerConfig, name="huggingface"):
     """A tokenizer.json with byte-level BPE, such as Llama 3's and Qwen's, or with BPE or Unigram and byte
     fallback, such as Llama 2's, Mistral's and Gemma's."""
 
+    FILE: ClassVar = "tokenizer.json"
     path: PathText
     """tokenizer.json, or the directory that holds it."""
     bos: str = ""
@@ -54,6 +59,18 @@ class HuggingFace(TokenizerConfig, name="huggingface"):
     """File with the Jinja template of conversations, in which `{% generation %}` and `{% endgeneration %}`
     mark the assistant's text; empty: chat_template.jinja or tokenizer_config.json beside the file."""
 
+    def files(self) -> dict[str, Path]:
+        path = Path(self.path)
+        path = path / self.FILE if path.is_dir() else path
+        beside = [path.with_name(name) for name in BESIDE]
+        files = {file.name: file for file in beside if file.is_file() and is_inside(file, path.parent)}
+        if self.chat_template:
+            files["chat_template.jinja"] = Path(self.chat_template)
+        return files | {self.FILE: path}
+
+    def in_folder(self, folder: Path) -> HuggingFace:
+        return replace(self, path=str(folder), chat_template="")
+
     def build(self) -> HuggingFaceTokenizer:
         path = Path(self.path)
         if path.is_dir() and not (path / "tokenizer.json").exists() and (path / "tokenizer.model").exists():
@@ -62,7 +79,7 @@ class HuggingFace(TokenizerConfig, name="huggingface"):
                 "or 'tiktoken' for Llama 3's file",
                 "tokenizer.name",
             )
-        path = path / "tokenizer.json" if path.is_dir() else path
+        path = path / self.FILE if path.is_dir() else path
         return HuggingFaceTokenizer(self, path, read_bytes(str(path), "tokenizer.path"))
 
 

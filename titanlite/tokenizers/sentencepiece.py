@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json
@@ -22,6 +23,7 @@ class SentencePiece(HuggingFace, name="sentencepiece"):
     """SentencePiece's tokenizer.model (BPE or Unigram with byte fallback), such as Llama 2's, or a file that
     SentencePiece's trainer wrote."""
 
+    FILE: ClassVar = "tokenizer.model"
     path: PathText
     """tokenizer.model, or the directory that holds it."""
     bos: str = ""
@@ -31,7 +33,7 @@ class SentencePiece(HuggingFace, name="sentencepiece"):
 
     def build(self) -> HuggingFaceTokenizer:
         path = Path(self.path)
-        path = path / "tokenizer.model" if path.is_dir() else path
+        path = path / self.FILE if path.is_dir() else path
         data = read_bytes(str(path), "tokenizer.path")
         try:
             model = read_model(data)

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ import numpy as np
 
 from titanlite.config.component import ConfigError
 from titanlite.config.paths import PathText
+from titanlite.config.shipped import find_file
 from titanlite.tokenizers.base import BOS, EOS, Tokenizer, TokenizerConfig, read_bytes
 from titanlite.tokenizers.tokenizer_json import LONGEST_RUN, byte_level_files
 
+COPY = "tokenizer.tiktoken"  # name of the file in a run folder
 # Llama 3's pattern: contractions, words with one leading sign, numbers of up to three digits, punctuation,
 # runs of white space.
 LLAMA3_PATTERN = (
@@ -48,6 +50,12 @@ class Tiktoken(TokenizerConfig, name="tiktoken"):
 
     def build(self) -> Tokenizer:
         return _TiktokenTokenizer(self)
+
+    def files(self) -> dict[str, Path]:
+        return {COPY: find_file(self.path)}
+
+    def in_folder(self, folder: Path) -> Tiktoken:
+        return replace(self, path=str(folder / COPY))
 
 
 class _TiktokenTokenizer(Tokenizer):

@@ -15,8 +15,8 @@ from titanlite.config.paths import check_new
 from titanlite.interop.dcp import check_hashes, open_titanlite
 from titanlite.interop.export import DTYPES, MAX_SHARD_BYTES, ExportFormat, write_adapter, write_directory
 from titanlite.interop.formats import has_adapters, open_base, open_checkpoint
-from titanlite.interop.weights import ModelAndTokenizer, check_tokenizer
-from titanlite.job import load_recorded_job
+from titanlite.interop.weights import ModelAndTokenizer
+from titanlite.job import load_recorded_job, open_recorded_tokenizer
 from titanlite.log import set_up_logging, tell
 
 
@@ -29,7 +29,6 @@ def main(argv: Sequence[str]) -> int:
     check_hashes(path)
     job = load_recorded_job(path, options.allow_imports)
     job.moe.check_export()
-    tokenizer = job.tokenizer.build()
     if options.adapter:
         weights = open_titanlite(path, job.model, options.ema)
         if not has_adapters(weights):
@@ -42,10 +41,7 @@ def main(argv: Sequence[str]) -> int:
             open_base(weights, job.model, path=options.base)  # raises an error for another base model
     else:
         weights = open_checkpoint(path, job.model, options.ema, base_path=options.base)
-    now = getattr(job.tokenizer, "path", job.tokenizer.name)
-    command = f"titanlite import {path} DIR CONFIG.toml --tokenizer.path=..."
-    advice = f"{now} has changed; if the tokenizer has moved, run `{command}` with the run's CONFIG.toml"
-    check_tokenizer(weights, tokenizer, advice)
+    tokenizer = open_recorded_tokenizer(job, path, weights.tokenizer)
     tell(f"using {path}")
     max_bytes = options.max_shard_size or MAX_SHARD_BYTES
     form = ExportFormat(DTYPES.get(options.dtype), max_bytes, options.keep_padding)

@@ -25,7 +25,7 @@ from titanlite.interop.dcp import check_hashes
 from titanlite.interop.formats import open_checkpoint
 from titanlite.interop.huggingface import open_hugging_face
 from titanlite.interop.weights import Weights, load_weights, mismatches, skeleton
-from titanlite.job import load_recorded_job
+from titanlite.job import load_recorded_job, open_recorded_tokenizer
 from titanlite.log import for_terminal, set_up_logging, tell
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.hf_config import read_family
@@ -176,8 +176,8 @@ def open_source(
     path = find_checkpoint(path)
     check_hashes(path)
     job = load_recorded_job(path, allow_imports)
-    tokenizer = job.tokenizer.build()
     weights = open_checkpoint(path, job.model, average, base_path=base_path)
+    tokenizer = open_recorded_tokenizer(job, path, weights.tokenizer)
     net = _load(weights, job.model, device)
 
     def encode(prompt: str) -> list[int]:

@@ -28,7 +28,7 @@ from titanlite.interop.dcp import open_titanlite
 from titanlite.interop.export import ExportFormat, write_directory
 from titanlite.interop.huggingface import open_hugging_face
 from titanlite.interop.weights import ModelAndTokenizer, mismatches
-from titanlite.job import Job
+from titanlite.job import Job, load_job
 from titanlite.models.base import Decoder
 from titanlite.models.llama3 import Llama3
 from titanlite.options import parse_size
@@ -408,11 +408,16 @@ def test_another_tokenizer_than_the_runs_is_refused(run: Job, tmp_path: Path, ca
     train(job)
     lines = ranks.read_text().splitlines()
     (tmp_path / "mine.tiktoken").write_text("\n".join(lines[:-1]) + "\n")
+    assert cli.run(["export", str(job.folder), str(tmp_path / "by the copy")]) == 0
+    shutil.move(job.folder, tmp_path / "moved")
+    assert cli.run(["generate", str(tmp_path / "moved"), "--prompt=a", "--max-new-tokens=1"]) == 0
+    shutil.move(tmp_path / "moved", job.folder)
+    (job.folder / "tokenizer/tokenizer.tiktoken").unlink()
     complaint("export", job.folder, tmp_path / "it")
     said = capsys.readouterr().err
-    assert "was trained with another tokenizer" in said
+    assert f"mine.tiktoken is another one, and there is no {job.folder}/tokenizer/tokenizer.tiktoken" in said
     step, now = job.folder / "checkpoint/step-1", f"--tokenizer.path={tmp_path / 'mine.tiktoken'}"
-    assert "mine.tiktoken has changed; if the tokenizer has moved, run " in said
+    assert "If the tokenizer is somewhere else, run " in said
     assert f" `titanlite import {step} DIR CONFIG.toml --tokenizer" in said
     assert "job.toml" not in said, "a recorded job.toml may come from elsewhere, and its imports with it"
     complaint("import", step, tmp_path / "it", step / "job.toml")
@@ -428,6 +433,11 @@ def test_another_tokenizer_than_the_runs_is_refused(run: Job, tmp_path: Path, ca
     (tmp_path / "mine.tiktoken").rename(tmp_path / "moved.tiktoken")
     moved = f"--tokenizer.path={tmp_path / 'moved.tiktoken'}"
     assert cli.run(["import", str(step), str(tmp_path / "from"), str(step / "job.toml"), moved]) == 0
+    copy = job.folder / "tokenizer/tokenizer.tiktoken"
+    shutil.copy(ranks, copy)
+    with pytest.raises(ConfigError, match=rf"mine\.tiktoken.*: --tokenizer\.path={copy}$"):
+        train(job)
+    train(load_job(job.folder / "job.toml", [f"--tokenizer.path={copy}"]))
 
 
 # ---- a family without a Hugging Face form

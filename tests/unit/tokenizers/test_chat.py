@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -447,6 +448,25 @@ def test_an_export_has_the_template(tmp_path: Path) -> None:
     tokenizer = HuggingFace(path=str(folder), chat_template=str(tmp_path / "own.jinja")).build()
     assert tokenizer.hugging_face_files()["chat_template.jinja"].decode() == CHATML
     assert tokenizer.fingerprint == HuggingFace(path=str(folder)).build().fingerprint  # the same ids
+
+
+def test_a_copy_of_the_files_is_the_same_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text(CHATML)
+    (tmp_path / "secret").write_text("{}")
+    folder, copy = write_tokenizer(tmp_path / "t", TEMPLATES["gemma"]), tmp_path / "copy"
+    (folder / "generation_config.json").write_text('{"temperature": 0.5}')
+    (folder / "config.json").symlink_to(tmp_path / "secret")
+    (folder / "tokenizer.json").rename(folder / "another name.json")
+    path = str(folder / "another name.json")
+    config = HuggingFace(path=path, eos="<|im_end|>", chat_template=str(tmp_path / "own.jinja"))
+    copy.mkdir()
+    for name, file in config.files().items():
+        shutil.copy(file, copy / name)
+    assert not (copy / "config.json").exists()  # the link leaves the folder
+    ours, theirs = config.build(), config.in_folder(copy).build()
+    assert theirs.fingerprint == ours.fingerprint
+    assert theirs.chat_format().fingerprint == ours.chat_format().fingerprint
+    assert theirs.generation_config()["temperature"] == 0.5
 
 
 def test_tokenizers_without_a_template(tmp_path: Path) -> None:
