@@ -98,6 +98,8 @@ def _single(path: Path) -> str:
     files = [file.name for file in sorted(path.glob("*.safetensors"))]
     if SINGLE in files or len(files) == 1:
         return SINGLE if SINGLE in files else files[0]
+    if not files:
+        raise ConfigError(f"{path} has no weights: neither {SINGLE} nor {INDEX}")
     raise ConfigError(f"{path} has {len(files)} safetensors files, but no {INDEX}")
 
 

@@ -7,7 +7,7 @@ tokens without special tokens (8190). --field: field of a .jsonl line that holds
 --max-document-mib: size of the largest document to read (64). An existing output is not overwritten. The
 tokenizer in assets/ was made by `titanlite tokenizer train --vocab-size 8190 --output stdlib.tiktoken` with
 the CPython named in assets/tokenizer/README.md. `show` tokenises a text, or standard input, and prints one
-token per line.
+token per line, and as hexadecimal bytes if these are only some of a character's.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import base64
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 from titanlite.commands import take_flag
@@ -29,9 +30,11 @@ from titanlite.job import load_job
 from titanlite.options import Options
 from titanlite.prepare.corpus import Limits, documents, find_files
 from titanlite.prepare.sources import stdlib_files
-from titanlite.tokenizers.base import TokenizerConfig
+from titanlite.tokenizers.base import Tokenizer, TokenizerConfig
 from titanlite.tokenizers.tiktoken import LLAMA3_PATTERN, Tiktoken
 from titanlite.tokenizers.tokenizer_json import byte_alphabet
+
+REPLACED = "\ufffd"  # stands for bytes that are not UTF-8
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,7 +65,8 @@ def _train(argv: Sequence[str]) -> int:
     lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
     options.output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(options.output, b"".join(lines))
-    print(f"{options.output}: {len(tokens)} ranks from {len(files)} files")
+    source = f"{len(files):,} files" if len(files) > 1 else f"{files[0]}"
+    print(f"{options.output}: {len(tokens):,} tokens (256 bytes, {len(tokens) - 256:,} merges) from {source}")
     return 0
 
 
@@ -88,11 +92,24 @@ def _show(argv: Sequence[str]) -> int:
         print(f"{name} {i} {tokenizer.decode([i])!r}")
     text = " ".join(words) if words else "" if sys.stdin.isatty() else _decode(sys.stdin.buffer.read())
     ids = tokenizer.encode(text)
-    for i in ids:
-        print(f"{i:>7}  {tokenizer.decode_continuation([i])!r}")
+    for i, data in zip(ids, _token_bytes(tokenizer, text, ids)):
+        shown = tokenizer.decode_continuation([i])
+        print(f"{i:>7}  {data.hex(' ').upper() if data and REPLACED in shown else repr(shown)}")
     if ids:
         print(f"{len(ids):,} tokens, {len(text):,} characters ({len(text) / len(ids):.2f} per token)")
     return 0
+
+
+def _token_bytes(tokenizer: Tokenizer, text: str, ids: Sequence[int]) -> list[bytes]:
+    """Return the bytes of the text that each id stands for; empty if the tokenizer changes the text."""
+    table = tokenizer.bytes_per_token()
+    sizes = [0] * len(ids) if table is None else table[ids].tolist()
+    data = text.encode("utf-8", "replace")
+    data = b" " * (sum(sizes) - len(data)) + data  # some tokenizers put a space in front
+    if sum(sizes) != len(data):
+        return [b""] * len(ids)
+    ends = accumulate(sizes)
+    return [data[end - size : end] for end, size in zip(ends, sizes)]
 
 
 def _decode(data: bytes) -> str:

@@ -338,7 +338,8 @@ def test_the_verb_writes_a_file_that_loads(
     argv = ["train", str(tmp_path / "*.txt"), "--vocab-size", "600", "--output", str(output)]
     assert tool.main(argv) == 0
     assert output.read_bytes() == lines(learned)
-    assert capfd.readouterr().out == f"{output}: 600 ranks from {len(corpus())} files\n"  # the library's, too
+    said = f"{output}: 600 tokens (256 bytes, 344 merges) from {len(corpus())} files\n"
+    assert capfd.readouterr().out == said  # of the library, too
     assert Tiktoken(path=str(output)).build().vocab_size == 602
 
 
@@ -375,5 +376,8 @@ def test_show_prints_each_token(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert [line.split()[0] for line in lines[3:-1]] == ["325", "904", "32", "5378", "4453"]
     assert "8,192 ids" in lines[0]
     assert lines[-1].startswith("5 tokens, 10 characters")
+    assert tool.main(["show", "\u00f6 \u65e5"]) == 0  # bytes of characters
+    printed = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()[3:-1]]
+    assert printed == ["C3", "B6", "' '", "E6", "97", "A5"]
     with pytest.raises(ConfigError, match="did you mean 'show'"):
         tool.main(["sho"])

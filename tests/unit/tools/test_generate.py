@@ -244,6 +244,8 @@ def damaged(folder: Path, damage: str) -> None:
         save_file({**tensors, "model.embed_tokens.weight": tensors["model.embed_tokens.weight"][:250]}, file)
     elif damage == "no tokenizer":
         (folder / "tokenizer.json").unlink()
+    elif damage == "no weights":
+        file.unlink()
     elif damage == "architecture":
         (folder / "config.json").write_text('{"model_type": "gpt2"}')
 
@@ -257,6 +259,7 @@ def damaged(folder: Path, damage: str) -> None:
         ("shape", 3, "q_norm.weight in model.safetensors has shape (3,), the model's has (16,)"),
         ("rows", 3, "has shape (250, 32), the model's has (258, 32)"),
         ("no tokenizer", 2, "tokenizer.json"),
+        ("no weights", 2, "has no weights: neither model.safetensors nor model.safetensors.index.json"),
         ("architecture", 2, 'model_type "gpt2" is not supported (known: '),
     ],
 )
