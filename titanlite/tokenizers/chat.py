@@ -17,9 +17,10 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple, TypeAlias
 
 import jinja2
@@ -246,6 +247,24 @@ class ChatFormat:
         except ValueError:  # a template for other conversations
             return set()
         return set([i for i in ids[loss_mask].tolist() if i in self._control][-1:])
+
+    def without_marks(self) -> str:
+        """Return the template for programs that do not know its marks, if it renders a probe alike without
+        them; otherwise the template itself. The marks become conditions that are true, which keep the rules
+        for white space around a block."""
+        plain = copy(self)
+        ended = re.sub(r"({%[-+]?\s*)endgeneration\b", r"\1endif", self.template)
+        plain.template = re.sub(r"({%[-+]?\s*)generation\b", r"\1if true", ended)
+        for messages, add_prompt in product((PROBE, PROBE[1:] * 2), (False, True)):
+            with suppress(ValueError):  # a template for other conversations
+                text, _ = self._rendered([messages, None], add_prompt)
+                try:
+                    is_equal = plain._rendered([messages, None], add_prompt)[0] == text
+                except (ValueError, jinja2.TemplateError):
+                    is_equal = False
+                if not is_equal:
+                    return self.template
+        return plain.template
 
     @cached_property
     def _compiled(self) -> _Compiled:

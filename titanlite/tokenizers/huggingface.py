@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,9 +34,12 @@ SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")
 ADDED_LISTS = ("added_tokens_decoder", "added_tokens")
 # Tokens that no text of the training data stands for: a name without an id is left out of an export.
 NOT_IN_TEXT = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+MARKED = "chat_template.marked.jinja"  # an export's template with the marks of the assistant's text
+TEMPLATES = (MARKED, "chat_template.jinja", "chat_template.json")
 BESIDE = (
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("chat_template.json", "config.json", "generation_config.json", "tokenizer.model"),
+    *TEMPLATES,
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("config.json", "generation_config.json", "tokenizer.model"),
 )
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -243,7 +247,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def _chat_template(self) -> tuple[str, str]:
         """Return the text and the name of the chat template. Raises ConfigError if there is none."""
         assert isinstance(self.config, HuggingFace)
-        file = self._folder / "chat_template.jinja"
+        file = self._folder / MARKED
+        file = file if file.exists() else self._folder / "chat_template.jinja"
         if self.config.chat_template:
             file = Path(self.config.chat_template)
         elif not file.exists():
@@ -266,16 +271,20 @@ class HuggingFaceTokenizer(Tokenizer):
     def hugging_face_files(self) -> dict[str, bytes]:
         """Return tokenizer.json unchanged, the chat template, and a tokenizer_config.json with titanlite's
         BOS and EOS."""
-        files = {"tokenizer.json": self._content}
+        files, config = {"tokenizer.json": self._content}, self._exported_config()
         own = ["tokenizer.model"] if self._has_pieces else []
-        for name in ("chat_template.jinja", "chat_template.json", *own):
+        for name in (*TEMPLATES, *own):
             if file := self._beside(name):
                 files[name] = read_bytes(str(file), "tokenizer.path")
         if isinstance(self.config, HuggingFace) and self.config.chat_template:
-            files.pop("chat_template.json", None)
+            files = {name: content for name, content in files.items() if name not in TEMPLATES}
             files["chat_template.jinja"] = self._chat_template()[0].encode()
-        files["tokenizer_config.json"] = as_json(self._exported_config())
-        return files
+        with suppress(ConfigError):  # no template, or one without marks
+            chat = self.chat_format()
+            if (plain := chat.without_marks()) != chat.template:
+                config.pop("chat_template", None)
+                files |= {"chat_template.jinja": plain.encode(), MARKED: chat.template.encode()}
+        return {**files, "tokenizer_config.json": as_json(config)}
 
     def _exported_config(self) -> dict[str, Any]:
         """Return a tokenizer_config.json with which transformers runs tokenizer.json as it is.

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 import pytest
 import transformers
@@ -446,8 +447,44 @@ def test_an_export_has_the_template(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text(CHATML)
     folder = write_tokenizer(tmp_path / "t", TEMPLATES["gemma"])
     tokenizer = HuggingFace(path=str(folder), chat_template=str(tmp_path / "own.jinja")).build()
-    assert tokenizer.hugging_face_files()["chat_template.jinja"].decode() == CHATML
+    assert tokenizer.hugging_face_files()["chat_template.marked.jinja"].decode() == CHATML
     assert tokenizer.fingerprint == HuggingFace(path=str(folder)).build().fingerprint  # the same ids
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("in_config", [False, True])
+def test_other_programs_read_an_exported_template(tmp_path: Path, name: str, in_config: bool) -> None:
+    """They do not know the marks, which titanlite finds in a file of its own."""
+    template = TEMPLATES[name]
+    keys = {"chat_template": template} if in_config else {}
+    folder = write_tokenizer(tmp_path / "t", None if in_config else template, **keys)
+    tokenizer = HuggingFace(path=str(folder)).build()
+    export = tmp_path / "export"
+    export.mkdir()
+    for file, content in tokenizer.hugging_face_files().items():
+        (export / file).write_bytes(content)
+    assert "generation %}" not in (export / "tokenizer_config.json").read_text()
+    plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    plain.globals["raise_exception"] = plain.filters["tojson"] = str
+    plain.from_string((export / "chat_template.jinja").read_text())
+    with pytest.raises(jinja2.TemplateSyntaxError, match="generation"):  # the control
+        plain.from_string(template)
+    theirs = transformers.AutoTokenizer.from_pretrained(export)
+    ours, again = tokenizer.chat_format(), HuggingFace(path=str(export)).build().chat_format()
+    conversation = [{"role": "user", "content": " a\n"}, {"role": "assistant", "content": "b"}] * 2
+    for prompt in (False, True):
+        text = theirs.apply_chat_template(conversation, tokenize=False, add_generation_prompt=prompt)
+        assert text == ours.render(conversation, add_generation_prompt=prompt).text
+    assert again.fingerprint == ours.fingerprint
+
+
+def test_marks_that_hold_a_variable_stay(tmp_path: Path) -> None:
+    """A variable that is set between the marks ends with them, as in transformers."""
+    template = "{% set x = 1 %}{% generation %}{% set x = 2 %}a{% endgeneration %}{{ x }}"
+    folder = write_tokenizer(tmp_path / "t", template)
+    assert (
+        HuggingFace(path=str(folder)).build().hugging_face_files()["chat_template.jinja"].decode() == template
+    )
 
 
 def test_a_copy_of_the_files_is_the_same_tokenizer(tmp_path: Path) -> None:
