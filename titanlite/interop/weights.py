@@ -250,7 +250,12 @@ def mismatches(weights: Weights, net: Decoder, all_rows: bool = False) -> list[s
             if name != HEAD or HEAD in vocabulary or len(vocabulary) != 1:
                 differences.append(f"{where} is unexpected")
             elif not _have_equal_values(stored, weights.tensors.get(next(iter(vocabulary)))):
-                differences.append(f"{where} differs from the embedding, but the job's model ties the two")
+                config = weights.path / "config.json"
+                source = f"{config} and " * config.exists()
+                differences.append(
+                    f"{where} differs from the embedding, but the job's model ties the two: set "
+                    f"tie_word_embeddings to false in {source}the job's model.overrides"
+                )
             continue
         expected, dtypes, _ = ours[name]
         fewer = not all_rows and name in vocabulary and stored.shape[:1] < expected[:1]

@@ -260,7 +260,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "other head": (
         lambda d: edit(d, lambda t: t.update({"lm_head.weight": torch.ones(258, 32)})),
-        r"lm_head\.weight .*differs from the embedding",
+        r"differs from the embedding.* to false in .*/theirs/config\.json and the job's model\.overrides$",
     ),
     "vocabulary": (
         lambda d: edit(d, lambda t: t.update({"model.embed_tokens.weight": torch.ones(300, 32)})),
@@ -322,6 +322,15 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     assert error.value.key == "checkpoint.initial_load_path"
     assert "\n" not in str(error.value)
     assert not job.folder.exists()
+
+
+def test_a_tied_configuration_with_a_head_of_its_own(tmp_path: Path) -> None:
+    """The advice of the error message works."""
+    tied, untied = family(), family(tie_word_embeddings=False)
+    hugging_face(tied).save_pretrained(tmp_path)
+    edit(tmp_path, lambda t: t.update({"lm_head.weight": torch.ones(258, 32)}))
+    edit_config(tmp_path, tie_word_embeddings=False)
+    check(open_hugging_face(tmp_path, untied), untied)
 
 
 def test_one_message_has_all_that_a_job_of_another_shape_needs(tmp_path: Path, corpus: Path) -> None:
