@@ -26,6 +26,7 @@ from titanlite.config.paths import PathText
 from titanlite.data.megatron import MegatronTokens
 from titanlite.data.sharded_tokens import ShardedTokens
 from titanlite.data.shards import TokenShards
+from titanlite.log import logger
 from titanlite.tokenizers.base import Tokenizer
 
 
@@ -186,4 +187,9 @@ class Megatron(Source, name="megatron"):
     def build(self, tokenizer: Tokenizer, cache_dir: Path) -> MegatronTokens:
         tokens = MegatronTokens(self.path, tokenizer.vocab_size, cache_dir)
         tokens.check_vocabulary()
+        if tokens.read(tokens.num_tokens - 1, 1).item() != tokenizer.eos:
+            logger.warning(
+                f"{tokens.path}: the last document does not end with the tokenizer's EOS, {tokenizer.eos}; "
+                "a model does not learn to end a text from files without EOS (Megatron's --append-eod)"
+            )
         return tokens

@@ -1,7 +1,8 @@
 """Tokenizer: converts text to token ids and back. Its fingerprint is recorded in datasets and checkpoints.
 
 A special token's name inside a document is encoded as ordinary characters, unless `special_tokens_in_text` is
-set. `encode_documents` frames each document by BOS and EOS, or by BOS alone if BOS and EOS are equal."""
+set. `encode_documents` frames each document by BOS and EOS, also if both are the same id: no target crosses
+from one document to the next under document masks, so only an EOS of its own teaches a model to end."""
 
 from __future__ import annotations
 
@@ -63,17 +64,16 @@ class Tokenizer:
         return self.decode(ids)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text, uint32 [tokens], framed by BOS and EOS, or by BOS alone if BOS and EOS
-        are equal."""
-        end = [] if self.bos == self.eos else [self.eos]
-        encoded = self._encode_batch(texts)
-        return [np.concatenate([[self.bos], ids, end], dtype=np.uint32, casting="unsafe") for ids in encoded]
+        """Return the ids of each text, uint32 [tokens], framed by BOS and EOS."""
+        encoded, bos, eos = self._encode_batch(texts), [self.bos], [self.eos]
+        return [np.concatenate([bos, ids, eos], dtype=np.uint32, casting="unsafe") for ids in encoded]
 
     def bytes_per_token(self) -> np.ndarray | None:
         """Return how many bytes of UTF-8 text each id stands for, int64 [vocab_size]; 0 for special tokens.
 
         If the tokenizer adds a space to each document, EOS has -1, which takes it back. None, the default, if
-        an id alone does not tell: then validation reports no bits per byte."""
+        an id alone does not tell, as for such a tokenizer whose BOS is its EOS: then validation reports no
+        bits per byte."""
         return None
 
     def chat_format(self) -> ChatFormat:

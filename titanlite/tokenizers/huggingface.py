@@ -124,7 +124,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self.bos = self._special("bos", config.bos, path)
         self._has_bos = bool(config.bos or self._named("bos"))
         self._check_token_names(path)
-        inputs = (content, config.special_tokens_in_text, self.bos, self.eos)
+        framing = ["EOS"] if self.bos == self.eos else []  # datasets with other fingerprints lack the EOS
+        inputs = (content, config.special_tokens_in_text, self.bos, self.eos, *framing)
         self.fingerprint = hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
         own = {"bos_token_id": None, "eos_token_id": self.eos}
         self._model_ids = self._ids_of("config.json", own)
@@ -203,12 +204,15 @@ class HuggingFaceTokenizer(Tokenizer):
         # Only at the start of a text does the library remove a space.
         return self.decode([self.eos, *ids])[len(self.decode([self.eos])) :]
 
-    def bytes_per_token(self) -> np.ndarray:
+    def bytes_per_token(self) -> np.ndarray | None:
         """In byte-level BPE each character of a token in the file is one byte (GPT-2's printable characters);
         added tokens are written as their text. Bytes are those of the text after the file's normalizer.
 
         A tokenizer that adds a space in front of each text has -1 bytes for EOS, so that the bytes of a
-        document add up to those of its text."""
+        document add up to those of its text. If its BOS is the same token, a document may have both as
+        targets, and the result is None."""
+        if self._adds_space() and self.bos == self.eos:
+            return None
         vocab = self._library.get_vocab(with_added_tokens=False)
         num_bytes = {
             number: pieces.num_bytes(token) if self._has_pieces else len(token)

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from tests.support.datasets import FakeTokenizer, write_dataset
 from tests.support.jobs import metrics_in, metrics_of
+from tests.support.logs import listening
 from tests.support.megatron_files import write_megatron
 from tests.support.runs import run_in_hops, train_on_rank
 from titanlite.config.component import ConfigError
@@ -82,6 +83,14 @@ def test_documents_of_several_sequences(tmp_path: Path, dtype: str) -> None:
     assert tokens.read(0, 15).dtype == np.int64
     assert [tokens.document(i).tolist() for i in range(5)] == expected
     assert tokens.document_starts(0, 15).tolist() == [0, 3, 4, 12, 14]
+
+
+@pytest.mark.parametrize("last", [1, 2])  # 1 is EOS
+def test_files_without_eos_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture, last: int) -> None:
+    source = Megatron(path=[write_megatron(tmp_path / "d", [[[0, 3, 1]], [[0, 3, last]]])])
+    with listening(caplog):
+        source.build(FakeTokenizer(), tmp_path / "cache")
+    assert ("does not end with the tokenizer's EOS, 1;" in caplog.text) == (last != 1)
 
 
 @settings(max_examples=100, deadline=None)

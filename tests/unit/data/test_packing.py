@@ -1,6 +1,7 @@
 """Pins packing: by either method every token of the documents is where it should be, and counts exactly once;
 a best-fit index is best-fit decreasing, the same wherever it is made, under 2% padding on real documents, and
-never read unless whole; documents in a batch are kept apart exactly where they meet."""
+never read unless whole; documents in a batch are kept apart exactly where they meet, and the EOS of each one
+is a target."""
 
 from __future__ import annotations
 
@@ -34,6 +35,10 @@ from titanlite.data.packing import (
 from titanlite.data.packing_index import open_packing_index, pack_window
 from titanlite.data.shards import TokenShards
 from titanlite.files import hash_file
+from titanlite.prepare.write_shards import write_shards
+from titanlite.tokenizers.base import BOS, EOS, Tokenizer
+from titanlite.tokenizers.huggingface import HuggingFace
+from titanlite.tokenizers.tokenizer_json import byte_level_files
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(lambda lengths: sum(lengths) > 1)
 
@@ -362,3 +367,32 @@ def test_counts_are_those_of_the_tensors(sequences: list[tuple[set[int], int]]) 
         assert ours.dtype == torch.int64
     for name in ("num_targets", "hash", "num_documents"):
         assert getattr(clone, name) == getattr(batch, name)
+
+
+# ---- EOS
+
+
+def eos_targets(packing: str, mask: bool, tokenizer: Tokenizer, folder: Path) -> int:
+    """How often the EOS after a text is a target, of three texts, one of which is longer than a sequence."""
+    shards = write_shards(["a" * length for length in (5, 20, 2)], folder, tokenizer)
+    packed = PACKINGS[packing](shards, 8, folder.parent / "cache", mask)
+    batch = make_batch(range(len(packed)), [packed[i] for i in range(len(packed))], seq_len=8)
+    return int(((batch.targets == tokenizer.eos) & (batch.inputs != tokenizer.eos)).sum())
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("bos", [BOS, EOS, None])
+def test_the_eos_of_each_document_is_a_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bos: str | None, packing: str, mask: bool
+) -> None:
+    files = byte_level_files({bytes([b]): b for b in range(256)}, None, {BOS: 256, EOS: 257}, BOS, EOS)
+    config = json.loads(files["tokenizer_config.json"]) | {"bos_token": bos}
+    for name, data in (files | {"tokenizer_config.json": json.dumps(config).encode()}).items():
+        (tmp_path / name).write_bytes(data)
+    tokenizer = HuggingFace(path=str(tmp_path)).build()
+    assert eos_targets(packing, mask, tokenizer, tmp_path / "d") == 3
+    without_eos = [np.array([tokenizer.bos, *b"a" * length]) for length in (5, 20, 2)]
+    monkeypatch.setattr(tokenizer, "encode_documents", lambda texts: without_eos)
+    bos_counts = (packing, mask) == ("chunk", False) and bos != BOS  # a BOS that is EOS, except the last one
+    assert eos_targets(packing, mask, tokenizer, tmp_path / "without") == int(bos_counts)  # control

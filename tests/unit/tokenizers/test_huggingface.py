@@ -5,6 +5,7 @@ asked for; BOS and EOS come from where they should; a file that would lose text 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import pickle
 import random
@@ -177,7 +178,11 @@ def test_frames(folder: Path, tokenizer: Tokenizer) -> None:
         assert ids == [[8190, *tokenizer.encode("it's"), 8191], [8190, 8191]]
     else:
         assert tokenizer.bos == tokenizer.eos == 8190
-        assert ids == [[8190, *tokenizer.encode("it's")], [8190]]
+        assert ids == [[8190, *tokenizer.encode("it's"), 8190], [8190, 8190]]
+    # Datasets that begin with BOS but do not end with EOS have another fingerprint, so that they are refused.
+    inputs = ((folder / "tokenizer.json").read_bytes(), False, tokenizer.bos, tokenizer.eos)
+    before = hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
+    assert (tokenizer.fingerprint == before) == (tokenizer.bos != tokenizer.eos)
     assert tokenizer.decode([tokenizer.eos]) in ("<|end_of_text|>", "<|endoftext|>")
 
 

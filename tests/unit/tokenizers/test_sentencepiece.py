@@ -302,6 +302,9 @@ def test_a_continuation_keeps_its_first_space(trained: dict[str, Path], kind: st
 def test_bytes_per_token_add_up_to_those_of_the_text(trained: dict[str, Path], kind: str) -> None:
     tokenizer, theirs = SentencePiece(path=str(trained[kind])).build(), reference(trained[kind])
     table = tokenizer.bytes_per_token()
+    if tokenizer.bos == tokenizer.eos:  # the space of a document would be taken back twice
+        assert table is None
+        return
     assert table is not None
     for text in texts():
         if SPACE_MARK not in text and text:
@@ -321,8 +324,7 @@ def test_frames_fingerprints_and_pickles(trained: dict[str, Path], kind: str) ->
     tokenizer, theirs = SentencePiece(path=str(trained[kind])).build(), reference(trained[kind])
     (ids,) = tokenizer.encode_documents(["The fox"])
     bos, inner = theirs.bos_id(), theirs.encode("The fox")
-    expected = [theirs.eos_id(), *inner] if bos < 0 else [bos, *inner, theirs.eos_id()]
-    assert ids.tolist() == expected
+    assert ids.tolist() == [theirs.eos_id() if bos < 0 else bos, *inner, theirs.eos_id()]
     assert ids.dtype == np.uint32
     clone = pickle.loads(pickle.dumps(tokenizer))
     assert clone.fingerprint == tokenizer.fingerprint

@@ -128,8 +128,8 @@ class OneSpecial(Tokenizer):
         return list(text.encode())
 
 
-def test_bos_that_is_eos_is_written_once_in_front() -> None:
-    assert framed(OneSpecial(), "ab", "", "c") == [[256, 97, 98], [256], [256, 99]]
+def test_bos_that_is_eos_is_written_at_both_ends() -> None:
+    assert framed(OneSpecial(), "ab", "", "c") == [[256, 97, 98, 256], [256, 256], [256, 99, 256]]
 
 
 def test_special_tokens_come_after_the_ranks(tmp_path: Path) -> None:
