@@ -24,8 +24,8 @@ from titanlite.data.shards import TokenShards
 from titanlite.log import logger
 from titanlite.prepare import corpus as corpora
 from titanlite.prepare import pipeline, stages
-from titanlite.prepare.corpus import find_files
 from titanlite.prepare.filters import ExactDuplicates, Length
+from titanlite.prepare.formats import find_files
 from titanlite.prepare.pipeline import prepare
 from titanlite.prepare.sources import Text
 from titanlite.prepare.stages import PrepareOptions

@@ -12,7 +12,8 @@ from typing import Any
 
 from titanlite.config.component import ConfigError, suggest
 from titanlite.prepare import corpus
-from titanlite.prepare.corpus import Document, FileSplit, Limits, OnBad, format_of
+from titanlite.prepare.corpus import Document, FileSplit, Limits, OnBad
+from titanlite.prepare.formats import check_content, format_of
 from titanlite.tokenizers.chat import ROLES, ChatFormat
 
 SHAREGPT_ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
@@ -26,6 +27,7 @@ def check_files(files: Sequence[Path]) -> None:
     for file in files:
         kind, _ = format_of(file)
         if kind == "text":
+            check_content(file, corpus.beginning(file))
             raise ConfigError(
                 f"{file}: conversations are read from .jsonl, .ndjson, .json and .parquet files only"
             )

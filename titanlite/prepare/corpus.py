@@ -1,16 +1,14 @@
-"""The raw corpus: its files, their partition into splits, and the documents of a split.
+"""The raw corpus: the partition of its files into splits, and the documents of a split.
 
-Files may be .jsonl (one document per line, under a field; .ndjson and .json are read alike), .parquet (one
-document per row, in a column), or any other format (one document per file). All but parquet may be compressed
-(.gz, .zst). The splits depend on the files alone, so a dataset is the same for any number of processes. Text
-must be UTF-8; a byte order mark at the start of a file is dropped. Bad input is never guessed at or repaired:
-a bad document is passed to `on_bad`, and a damaged file is an error. Memory is bounded: documents have a
-maximum size (Limits), and files are read and decompressed in blocks."""
+The names of the files tell their formats (formats.py). The splits depend on the files alone, so a dataset is
+the same for any number of processes. Text must be UTF-8; a byte order mark at the start of a file is dropped.
+Bad input is never guessed at or repaired: a bad document is passed to `on_bad`, and a damaged file is an
+error. Memory is bounded: documents have a maximum size (Limits), and files are read and decompressed in
+blocks."""
 
 from __future__ import annotations
 
 import codecs
-import glob
 import hashlib
 import json
 import zlib
@@ -21,7 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from titanlite.config.component import ConfigError, check_at_least
-from titanlite.files import hash_file, if_on_hub
+from titanlite.files import hash_file
+from titanlite.prepare.formats import check_content, format_of
 from titanlite.tokenizers.chat import RenderedChat
 
 SPLIT_BYTES = 8 << 20  # text per split: about a second of tokenising on one core
@@ -29,12 +28,9 @@ COMPRESSED_SPLITS = 64  # fewer compressed files than this are split, so that ma
 MAX_SPLITS = 8  # splits per compressed file: each split decompresses the whole file, 3% of the split's work
 RATIO = 4  # typical compression ratio of text; only balances the work
 BLOCK_LINES = 64  # a compressed file's lines are dealt out to its splits in blocks of this size
-LINES, COMPRESSIONS = (".jsonl", ".ndjson", ".json"), (".gz", ".zst")
-IN_FOLDERS = (".txt", *LINES, ".parquet")  # formats that are read if a directory is given; also compressed
 FEED_BYTES = 1 << 10  # compressed bytes per call of the decompressor: zstd can expand 1 KiB to 32 MiB
 RATIO_GRACE = 256 << 20  # bytes of content above which the compression ratio is limited
 PARQUET_BYTES = 256 << 20  # maximum text per batch of rows, even if all rows share one stored value
-METADATA = ("dataset_info.json", "dataset_infos.json")  # Hugging Face's metadata beside a dataset's text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,46 +105,6 @@ def stop(file: Path, place: int, reason: str) -> None:
 # ---- files
 
 
-def find_files(patterns: Sequence[str], key: str) -> list[Path]:
-    """Return the files that paths, directories and globs name, sorted by path, without duplicates. A
-    directory stands for its files of the formats in IN_FOLDERS, at any depth."""
-    files: dict[Path, Path] = {}  # by resolved path: a file with two names is read once
-    for pattern in patterns:
-        literal = Path(pattern)  # a name may contain a glob's characters
-        paths = [literal] if literal.exists() else [Path(p) for p in glob.glob(pattern, recursive=True)]
-        if not paths:
-            start = f" (relative paths start at {Path.cwd()})"
-            raise ConfigError(f"no such file: {pattern!r}{start}{if_on_hub(pattern, 'dataset')}", key)
-        for path in paths:
-            below = [path]
-            if path.is_dir():  # follows links, skips hidden folders
-                below = [Path(p) for p in glob.iglob(f"{glob.escape(str(path))}/**", recursive=True)]
-            wanted = (p for p in below if p.is_file() and (p == path or has_text(p)))
-            files |= {p.resolve(): p for p in wanted}
-    if not files:
-        raise ConfigError(
-            f"no text files in {', '.join(map(repr, patterns))}; of a directory, {', '.join(IN_FOLDERS)} "
-            "files "
-            "are read, also compressed (.gz, .zst), except in hidden folders; name other files one by one",
-            key,
-        )
-    return sorted(files.values())
-
-
-def format_of(file: Path) -> tuple[str, str]:
-    """Return a file's format, by its name: ("lines" | "parquet" | "text", compression suffix or "")."""
-    compression = file.suffix if file.suffix in COMPRESSIONS else ""
-    suffix = file.with_suffix("").suffix if compression else file.suffix
-    return "lines" if suffix in LINES else "parquet" if suffix == ".parquet" else "text", compression
-
-
-def has_text(file: Path) -> bool:
-    """Return whether a file, by its name, is one that is read if its directory is given."""
-    if file.suffix in COMPRESSIONS:  # parquet compresses itself
-        return file.with_suffix("").suffix in IN_FOLDERS and format_of(file)[0] != "parquet"
-    return file.suffix in IN_FOLDERS and file.name not in METADATA
-
-
 def content_sha256(files: Iterable[Path]) -> str:
     """Return one hash of the content of all files, in order."""
     digest = hashlib.sha256()
@@ -186,6 +142,7 @@ def split_files(files: Sequence[Path], field: str) -> list[FileSplit]:
             check_text_column(file, field)
             splits += parquet_splits(file, [field])
         elif kind == "text":
+            check_content(file, beginning(file))
             before = splits[-1] if splits and format_of(splits[-1].files[0])[0] == "text" else None
             if before and before.size + size <= SPLIT_BYTES:
                 splits[-1] = FileSplit((*before.files, file), 0, before.end + 1, before.size + size)
@@ -424,7 +381,7 @@ def decompressed(file: Path, limits: Limits) -> Iterator[bytes]:
 
 
 def _decompressor(file: Path) -> Callable[[], Any]:
-    if file.suffix == ".gz":
+    if format_of(file)[1] == ".gz":
         return lambda: zlib.decompressobj(wbits=31)
     try:
         import zstandard
@@ -440,9 +397,12 @@ def record_of(line: bytes, limits: Limits) -> dict[str, Any]:
     try:
         record = json.loads(_decode(line))
     except json.JSONDecodeError as e:
-        raise ValueError(f"not valid JSON: {e.msg} at character {e.pos + 1} of the line") from None
+        reason = e.msg.removesuffix(" at")
+        raise ValueError(f"not valid JSON: {reason} at character {e.pos + 1} of the line") from None
     except RecursionError as e:
         raise ValueError(f"not valid JSON: {e}") from None
+    if isinstance(record, list):
+        raise ValueError("a JSON array; expected one object per line")
     return record if isinstance(record, dict) else {}
 
 
@@ -470,6 +430,12 @@ def _decode(data: bytes | bytearray) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as e:
         raise ValueError(f"not UTF-8 at byte {e.start}: convert the file first") from None
+
+
+def beginning(file: Path) -> bytes:
+    """Return the first bytes of a file's content, without a byte order mark."""
+    content = decompressed(file, DEFAULT_LIMITS) if format_of(file)[1] else blocks(file)
+    return next(filter(None, content), b"").removeprefix(codecs.BOM_UTF8)
 
 
 def blocks(file: Path) -> Iterator[bytes]:

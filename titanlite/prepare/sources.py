@@ -16,7 +16,8 @@ from titanlite.config.paths import PathText
 from titanlite.data.shards import TokenShards
 from titanlite.data.sources import Source
 from titanlite.log import logger
-from titanlite.prepare.corpus import Limits, content_sha256, find_files, format_of
+from titanlite.prepare.corpus import Limits, content_sha256
+from titanlite.prepare.formats import find_files, format_of
 from titanlite.prepare.pipeline import discard, prepare
 from titanlite.prepare.stages import VERSION, PrepareOptions
 from titanlite.prepare.write_shards import Document, write_shards
@@ -98,7 +99,7 @@ class Text(Limits, CachedSource, name="text"):
             max_document_mib=self.max_document_mib,
             max_compression_ratio=self.max_compression_ratio,
         )
-        return _prepare(find_files(self.path, "path"), path, tokenizer, options)
+        return _prepare(find_files(self.path, "path", is_told=True), path, tokenizer, options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +138,7 @@ class Chat(Limits, CachedSource, name="chat"):
         return _fingerprint(find_files(self.path, "path"), self.name, limit)
 
     def write(self, path: Path, tokenizer: Tokenizer) -> TokenShards:
-        return _prepare(find_files(self.path, "path"), path, tokenizer, self._options)
+        return _prepare(find_files(self.path, "path", is_told=True), path, tokenizer, self._options)
 
     def build(self, tokenizer: Tokenizer, cache_dir: Path) -> TokenShards:
         shards = super().build(tokenizer, cache_dir)

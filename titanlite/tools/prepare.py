@@ -29,7 +29,7 @@ from titanlite.config.overrides import split_words
 from titanlite.config.paths import PathText, check_writable
 from titanlite.data.shards import TokenShards
 from titanlite.log import tell
-from titanlite.prepare.corpus import find_files
+from titanlite.prepare.formats import find_files
 from titanlite.prepare.hub import PREFIX, HubSplit, hub_files
 from titanlite.prepare.pipeline import prepare, prepared_record, work_folder
 from titanlite.prepare.report import table
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
         options = PrepareOptions(**{f.name: getattr(job, f.name) for f in dataclasses.fields(PrepareOptions)})
         _check(job, output)
         local = [item for item in job.input if not item.startswith(PREFIX)]
-        files = find_files(local, "input") if local else []
+        files = find_files(local, "input", is_told=True) if local else []
         tokenizer = job.tokenizer.build()
         fetched, origin = _fetch(job, output)  # last, because it may take hours
         files += fetched

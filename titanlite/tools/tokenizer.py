@@ -28,7 +28,8 @@ from titanlite.config.paths import check_new
 from titanlite.files import write_atomically
 from titanlite.job import load_job
 from titanlite.options import Options
-from titanlite.prepare.corpus import Limits, documents, find_files
+from titanlite.prepare.corpus import Limits, documents
+from titanlite.prepare.formats import find_files
 from titanlite.prepare.sources import stdlib_files
 from titanlite.tokenizers.base import Tokenizer, TokenizerConfig
 from titanlite.tokenizers.tiktoken import LLAMA3_PATTERN, Tiktoken
@@ -58,7 +59,7 @@ def _train(argv: Sequence[str]) -> int:
     if options.vocab_size < 256:
         raise ConfigError("--vocab-size is below 256, the number of bytes")
     check_new(options.output, "--output")
-    files = find_files(options.input, "input") if options.input else stdlib_files()
+    files = find_files(options.input, "input", is_told=True) if options.input else stdlib_files()
     limits = Limits(max_document_mib=options.max_document_mib)
     texts = (document.text for document in documents(files, options.field, limits=limits))
     tokens = train_bpe(texts, options.vocab_size)

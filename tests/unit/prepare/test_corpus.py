@@ -13,7 +13,8 @@ import pytest
 from titanlite.config.component import ConfigError
 from titanlite.data.shards import TokenShards
 from titanlite.prepare import pipeline
-from titanlite.prepare.corpus import documents, find_files
+from titanlite.prepare.corpus import documents
+from titanlite.prepare.formats import find_files
 from titanlite.prepare.sources import Text
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tokenizers.tiktoken import Tiktoken
@@ -244,7 +245,7 @@ BROKEN = {
     "line cut": ("z.jsonl", b'{"text": "x"}\n\n{"text": "y', ["z.jsonl:3:", "not valid JSON"]),
     "two objects on a line": ("z.jsonl", b'{"text": "x"} {"text": "y"}\n', ["z.jsonl:1:", "not valid JSON"]),
     "no field": ("z.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', ["z.jsonl:2:", "no field 'text'"]),
-    "a list": ("z.jsonl", b'["text"]\n', ["z.jsonl:1:", "no field 'text'"]),
+    "a list": ("z.jsonl", b'["text"]\n', ["z.jsonl:1:", "a JSON array"]),
     "a string": ("z.jsonl", b'"text"\n', ["z.jsonl:1:", "no field 'text'"]),
     "a null line": ("z.jsonl", b"null\n", ["z.jsonl:1:", "no field 'text'"]),
     "field is a number": (

@@ -5,9 +5,12 @@ one; one broken line or row is handed to `bad` with its place, and what stands a
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import random
+import re
 import struct
 import sys
 from collections.abc import Callable, Iterable
@@ -19,17 +22,18 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from tests.support.datasets import write_dataset
 from titanlite.config.component import ConfigError
 from titanlite.prepare import corpus
 from titanlite.prepare.corpus import (
     FileSplit,
     content_sha256,
     documents,
-    find_files,
     read_split,
     split_files,
     where,
 )
+from titanlite.prepare.formats import find_files
 
 Compress = Callable[[bytes], bytes]
 
@@ -359,10 +363,9 @@ def test_a_file_cut_off_at_any_byte(tmp_path: Path, ending: str, suffix: str, co
     assert len(read(file)) == (len(SMALL) if ending == ".jsonl" else 1)
     for length in range(len(whole)):
         write(file, whole[:length])
-        for split in split_files([file], "text"):
-            with pytest.raises(ConfigError, match=r"cut off after [\d,]+ bytes of its content") as e:
-                list(read_split(split, "text"))
-            assert str(file) in str(e.value)
+        with pytest.raises(ConfigError, match=r"cut off after [\d,]+ bytes of its content") as e:
+            read(file)
+        assert str(file) in str(e.value)
 
 
 @pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".zst", zst)], ids=["gz", "zst"])
@@ -499,7 +502,7 @@ BROKEN = {
     b"{": "not valid JSON",
     b'{"text": "\xff"}': "not UTF-8 at byte 10",
     b'{"txt": "x"}': "no field 'text'",
-    b"[1]": "no field 'text'",
+    b"[1]": "a JSON array",
     b'{"text": 1}': "'text' is not a string",
     b'{"text": "\\udc00"}': "lone surrogate",
     b'{"text": "x", "n": %s}' % (b"1" * 5000): "4300",  # more digits than Python converts
@@ -644,3 +647,79 @@ def test_a_schema_that_pyarrow_does_not_know(tmp_path: Path) -> None:
         except ConfigError:
             refused += 1
     assert refused > 3
+
+
+# ---- names and contents
+
+ONE_TWO = b'{"text": "one"}\n{"text": "two"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "compress"),
+    [
+        *((f"x{suffix}", bytes) for suffix in (".JSONL", ".Json", ".jsonlines", ".jl")),
+        *((f"x{suffix}", gzip.compress) for suffix in (".JSONL.GZ", ".json.gzip")),
+        ("x.jsonl.zstd", zst),
+    ],
+)
+def test_suffixes_in_capitals_and_their_aliases(tmp_path: Path, name: str, compress: Compress) -> None:
+    file = write(tmp_path / name, compress(ONE_TWO))
+    assert find_files([str(tmp_path)], "key") == [file]
+    assert [d.text for d in documents([file], "text")] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        *(
+            (name, ONE_TWO, r"looks like JSON, .*: name it \.jsonl if .*, or \.txt")
+            for name in ("part-00000", "x.jsonl.1", "x.jsonl.bak")
+        ),
+        ("part-00000.gz", gzip.compress(ONE_TWO), "looks like JSON"),
+        ("x.json5", b'\xef\xbb\xbf[\n {"text": 1}]', "looks like JSON"),
+        *((name, b"one", "looks like CSV or TSV") for name in ("x.csv", "x.TSV", "x.csv.bak")),
+        *(("part-1", text, "looks like CSV or TSV") for text in (b"id,text\n1,a\n", b"id\ttext\r\n1\ta\r\n")),
+        ("x.jsonl.bz2", bz2.compress(ONE_TWO), "looks like bzip2 or xz, .*: decompress it, or"),
+        ("x.jsonl.xz", lzma.compress(ONE_TWO), "looks like bzip2 or xz"),
+        ("x.bin", zst(ONE_TWO), r"looks like zstd, .*: name it \.zst"),
+        ("x.txt", gzip.compress(b"one"), r"looks like gzip, .*: name it \.gz"),
+        ("x.pq", b"PAR1\0\0", r"looks like parquet, .*: name it \.parquet"),
+        ("x.docx", b"PK\x03\x04", "looks like a binary format"),
+        ("x.dat", b"\x01\0\0\0", "looks like a binary format"),
+    ],
+)
+def test_a_file_that_is_not_plain_text_is_refused(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    file = write(tmp_path / name, content)
+    with pytest.raises(ConfigError, match=f"{re.escape(str(file))} {message}"):
+        list(documents([file], "text"))
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.json.txt", "x.MD", "x.txt.gz"])
+@pytest.mark.parametrize("text", ['{"text": "one"}', "id,text\n1,a\n"])
+def test_a_file_that_is_named_as_plain_text_is_one_document(tmp_path: Path, name: str, text: str) -> None:
+    compress = gzip.compress if name.endswith(".gz") else bytes
+    assert [d.text for d in documents([write(tmp_path / name, compress(text.encode()))], "text")] == [text]
+
+
+@pytest.mark.parametrize("text", ["import os\n", "Hello, you\n", "{ }\n", "[1] A. Author\n", "# a\n", "a,b"])
+def test_text_under_any_other_name_is_one_document(tmp_path: Path, text: str) -> None:
+    assert [d.text for d in documents([write(tmp_path / "x.tex", text.encode())], "text")] == [text]
+
+
+def test_the_other_files_of_a_directory_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a.txt", "b.csv", "c.CSV", "part-00000", "dataset_info.json"):
+        write(tmp_path / name, b"x")
+    assert find_files([str(tmp_path)], "key", is_told=True) == [tmp_path / "a.txt"]
+    assert capsys.readouterr().err.endswith("by their suffix: 1 without a suffix, 2 .csv\n")
+
+
+def test_a_prepared_dataset_is_not_text(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "in" / "d", [[1, 2]])
+    for path in (tmp_path / "in", tmp_path / "in" / "d", tmp_path / "in" / "d" / "dataset.json"):
+        with pytest.raises(ConfigError, match=r'in/d is not text but a dataset, .* name = "tokens"') as e:
+            find_files([str(path)], "key")
+        assert e.value.key == "key"

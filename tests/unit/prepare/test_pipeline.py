@@ -28,8 +28,8 @@ from tests.support.killed_tokenizer import Killed
 from titanlite.config.component import ConfigError
 from titanlite.data.shards import TokenShards
 from titanlite.prepare import corpus, pipeline, stages
-from titanlite.prepare.corpus import find_files
 from titanlite.prepare.filters import ExactDuplicates, Length, NearDuplicates
+from titanlite.prepare.formats import find_files
 from titanlite.prepare.pipeline import prepare, work_folder
 from titanlite.prepare.stages import JobState, PrepareOptions
 from titanlite.tokenizers.bytes import Bytes
