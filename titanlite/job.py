@@ -6,6 +6,7 @@ other packages.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -300,9 +301,12 @@ class Job:
         }
 
     def check_folders(self) -> None:
-        """Raises ConfigError unless the folders that a run writes to exist or can be made. Makes nothing."""
+        """Raises ConfigError unless the folders that a run writes to exist or can be made. Makes nothing. A
+        cache that exists may be complete, so that nothing is written to it; whatever writes to it checks
+        it."""
         check_writable(self.folder, "job.dump_folder")
-        check_writable(Path(self.data.cache_dir), "data.cache_dir")
+        if self.data.uses_cache and not os.path.isdir(self.data.cache_dir):
+            check_writable(Path(self.data.cache_dir), "data.cache_dir")
 
     def identity(self, data: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
         """The run identity, which a run that resumes this one must share: architecture fields, loss and data,

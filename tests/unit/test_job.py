@@ -5,6 +5,7 @@ job.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -737,3 +738,18 @@ def test_a_folder_that_is_a_link_to_nowhere_is_refused(tmp_path, complaint, key,
     (tmp_path / "link").symlink_to("nowhere")
     said = complaint(f"--{key}={tmp_path}/link{below}")
     assert said == f"command line, --{key}: link{below} cannot be made: link is a link that leads nowhere"
+
+
+@pytest.mark.parametrize("source", ['{name="python_stdlib"}', '{name="tokens",path="d"}'])
+def test_a_cache_that_may_be_complete_or_is_not_used_may_be_read_only(path, monkeypatch, complaint, source):
+    (path.parent / "cache").mkdir()
+    monkeypatch.setattr(os, "access", lambda folder, mode: Path(folder) != path.parent / "cache")
+    overrides = [f"--data.sources=[{source}]", f"--job.dump_folder={path.parent}/out"]
+    load_job(path, [*overrides, f"--data.cache_dir={path.parent}/cache"])
+    overrides.append(f"--data.cache_dir={path.parent}/cache/new")
+    if "tokens" in source:
+        load_job(path, overrides)
+    else:
+        assert complaint(*overrides) == (
+            "command line, --data.cache_dir: cache/new cannot be written: cache is not a writable directory"
+        )

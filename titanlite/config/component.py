@@ -42,11 +42,11 @@ class Unreadable(ConfigError):
 @contextmanager
 def keys_in(section: str) -> Iterator[None]:
     """Put `SECTION.` in front of the key of a ConfigError of the body, whose key is relative to a section.
-    The keys of a job's tokenizer, which sources use, remain as they are."""
+    The keys of a job's tokenizer and of its cache, which sources use, remain as they are."""
     try:
         yield
     except ConfigError as e:
-        if e.key and e.key.startswith("tokenizer."):
+        if e.key and e.key.startswith(("tokenizer.", "data.cache_dir")):
             raise
         kind = Unreadable if isinstance(e, Unreadable) else ConfigError
         raise kind(str(e), e.key and f"{section}.{e.key}") from None

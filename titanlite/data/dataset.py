@@ -95,6 +95,12 @@ class Data:
         return next((source for source in self.sources if isinstance(source, StreamedSource)), None)
 
     @property
+    def uses_cache(self) -> bool:
+        """Whether a first run with this data writes to `cache_dir`."""
+        sources = [*self.sources, *self.validation_sources]
+        return self.packing == "best_fit" or any(source.uses_cache for source in sources)
+
+    @property
     def skipped(self) -> SkippedSequences:
         """The sequences of `skip_sequences`."""
         return SkippedSequences.of(self.skip_sequences)

@@ -28,6 +28,7 @@ import numpy as np
 
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json, expect, load_object
+from titanlite.config.paths import check_writable
 from titanlite.data.sharded_tokens import ShardedTokens
 from titanlite.data.worker_pool import num_cores, worker_pool
 from titanlite.files import check_regular, hash_file, make_folder, new_folder, open_regular
@@ -160,6 +161,7 @@ class MegatronFile:
         ConfigError for an index that contradicts itself, and for ids below 0."""
         folder = self.record(cache_dir)
         if not folder.exists():
+            check_writable(cache_dir, "data.cache_dir")
             self.check_index()
             with _one_at_a_time(_lock_of(folder)):
                 if not folder.exists():

@@ -22,6 +22,7 @@ import numpy as np
 
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json, expect, load_object
+from titanlite.config.paths import check_writable
 from titanlite.data.sharded_tokens import ShardedTokens
 from titanlite.data.worker_pool import num_cores, worker_pool
 from titanlite.files import hash_file, new_folder
@@ -82,8 +83,10 @@ def open_packing_index(shards: ShardedTokens, capacity: int, cache_dir: Path) ->
         try:
             return PackingIndex(path)
         except (OSError, ValueError) as e:
+            check_writable(cache_dir, "data.cache_dir")
             logger.warning(f"{path}: the packing index is damaged ({e}) and is made again")
             _remove(path)
+    check_writable(cache_dir, "data.cache_dir")
     _write_index(shards, capacity, path)
     return PackingIndex(path)
 

@@ -35,7 +35,10 @@ class Source(Component, makes=(ShardedTokens,)):
     """Base of sources: `[[data.sources]] name = "..."` selects a subclass by its name.
 
     A subclass implements `build`. To train on documents from Python code, subclass DocumentSource instead,
-    which needs two simpler methods. Keys of ConfigErrors are relative to the source, such as `path`."""
+    which needs two simpler methods. Keys of ConfigErrors are relative to the source, such as `path`.
+    `uses_cache`: whether `build` may write to the cache."""
+
+    uses_cache = True
 
     weight: float = 1.0
     """Share of this source in the training sequences, relative to the weights of all sources. 0: only stages
@@ -70,6 +73,7 @@ class StreamedSource(Source):
     """Base of sources whose documents can only be read in their order, from the first one on."""
 
     only = "sources"  # not validation_sources
+    uses_cache = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -138,6 +142,7 @@ class Tokens(Source, name="tokens"):
 
     path: PathText
     """The dataset directory, which holds dataset.json."""
+    uses_cache = False
 
     def check(self, tokenizer: Tokenizer) -> bool:
         self.build(tokenizer, Path())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from titanlite.config.component import ConfigError, check_at_least, full_name
 from titanlite.config.json_file import read_object
-from titanlite.config.paths import PathText
+from titanlite.config.paths import PathText, check_writable
 from titanlite.data.shards import TokenShards
 from titanlite.data.sources import Source
 from titanlite.log import logger
@@ -43,7 +43,10 @@ class CachedSource(Source):
     def build(self, tokenizer: Tokenizer, cache_dir: Path) -> TokenShards:
         key = f"{self.fingerprint()} {self._tokenization(tokenizer)}"
         path = cache_dir / f"{self.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-        return TokenShards(path) if path.exists() else self.write(path, tokenizer)
+        if path.exists():
+            return TokenShards(path)
+        check_writable(cache_dir, "data.cache_dir")
+        return self.write(path, tokenizer)
 
     def _tokenization(self, tokenizer: Tokenizer) -> str:
         """Return a text that changes whenever the same documents would have other tokens."""

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.datasets import write_dataset
+from tests.support.datasets import FakeTokenizer, write_dataset
+from tests.support.megatron_files import write_megatron
 from titanlite.config.component import ConfigError
+from titanlite.data.dataset import Data
 from titanlite.data.shards import TokenShards
-from titanlite.data.sources import Source, Tokens, short_names
+from titanlite.data.sources import Megatron, Source, Tokens, short_names
 from titanlite.prepare import pipeline
 from titanlite.prepare.sources import PythonStdlib, Text, stdlib_files
 from titanlite.tokenizers.base import Tokenizer
@@ -231,3 +233,40 @@ def test_the_cache_is_read_only_when_whole(tmp_path: Path, monkeypatch: pytest.M
 def test_short_names_are_different_and_printable(paths: list[Any], names: list[str]) -> None:
     assert short_names([Text(path=path) for path in paths]) == names
     assert short_names([PythonStdlib()]) == ["python_stdlib"]
+
+
+@pytest.mark.parametrize(
+    ("name", "packing"),
+    [
+        ("text", "chunk"),
+        ("text", "best_fit"),
+        ("megatron", "chunk"),
+        ("tokens", "best_fit"),
+        ("tokens", "chunk"),
+    ],
+)
+def test_a_complete_cache_may_be_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, packing: Any
+) -> None:
+    (tmp_path / "a.txt").write_text("some text" * 9)
+    write_dataset(tmp_path / "d", [[1] * 40], FakeTokenizer(258, Bytes().build().fingerprint))
+    source = {
+        "text": Text(path=[str(tmp_path / "a.txt")]),
+        "megatron": Megatron(path=[write_megatron(tmp_path / "m", [[[1] * 40]])]),
+        "tokens": Tokens(path=str(tmp_path / "d")),
+    }[name]
+
+    def sequences_with(cache: str) -> Any:
+        data = Data(sources=[source], packing=packing, cache_dir=str(tmp_path / cache))
+        return data.build(Bytes().build(), seq_len=8, seed=0)
+
+    made = sequences_with("cache")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert sequences_with("cache").identity == made.identity
+    if (name, packing) == ("tokens", "chunk"):
+        assert sequences_with("nowhere").identity == made.identity  # the cache is not used
+    else:
+        with pytest.raises(ConfigError, match=r"empty cannot be written: .* not a writable directory") as e:
+            sequences_with("empty")
+        assert e.value.key == "data.cache_dir"
+        assert not (tmp_path / "empty").exists()
