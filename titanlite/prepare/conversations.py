@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from titanlite.prepare import corpus
 from titanlite.prepare.corpus import Document, FileSplit, Limits, OnBad
 from titanlite.prepare.formats import check_content, format_of
 from titanlite.tokenizers.chat import ROLES, ChatFormat
+from titanlite.tokenizers.message_fields import REMEDY, is_description, unread
 
 SHAREGPT_ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 LISTS = ("messages", "conversations")  # fields that hold the messages
@@ -51,20 +52,21 @@ def split_conversations(files: Sequence[Path]) -> list[FileSplit]:
 
 
 def read_conversations(
-    split: FileSplit, chat: ChatFormat, on_bad: OnBad, limits: Limits
+    split: FileSplit, chat: ChatFormat, on_bad: OnBad, limits: Limits, ignore: Container[str] = ()
 ) -> Iterator[Document]:
-    """Yield the rendered conversations of a split in order. Bad ones are passed to `on_bad`.
+    """Yield the rendered conversations of a split in order. Bad ones are passed to `on_bad`. `ignore`: names
+    of fields that are left out of conversations and messages.
 
     Raises ConfigError for a file that cannot be read, is truncated or damaged, or lacks the column."""
     (file,) = split.files
     if format_of(file)[0] == "parquet":
-        lines = _rows(split, on_bad)
+        lines = _rows(split, on_bad, ignore)
     else:
         lines = _array(file, limits) if _is_array(split) else corpus.lines(split, limits)
     for place, line in lines:
         try:
-            record = corpus.record_of(line, limits)
-            rendered = chat.render(messages_of(record, chat), tools_of(record))
+            record = _without(corpus.record_of(line, limits), ignore)
+            rendered = chat.render(messages_of(record, chat, ignore), tools_of(record))
             text = corpus.checked(rendered.text, "conversation")
         except ValueError as e:
             on_bad(file, place, str(e))
@@ -72,10 +74,16 @@ def read_conversations(
             yield Document(text, file, place, rendered)
 
 
-def messages_of(record: dict[str, Any], chat: ChatFormat) -> list[dict[str, Any]]:
+def _without(record: dict[str, Any], ignore: Container[str]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in ignore}
+
+
+def messages_of(
+    record: dict[str, Any], chat: ChatFormat, ignore: Container[str] = ()
+) -> list[dict[str, Any]]:
     """Return the messages in a JSON object; `system` beside them is the first one. Other fields of a message,
     such as `tool_calls`, are kept; those that are null are left out, as in transformers. Raises ValueError,
-    also for a role that `chat` does not know."""
+    also for a role that `chat` does not know, and for a field beside the messages that nothing reads."""
     given = [key for key in LISTS if record.get(key) is not None]
     if len(given) != 1:
         count = "both" if given else "neither"
@@ -83,7 +91,9 @@ def messages_of(record: dict[str, Any], chat: ChatFormat) -> list[dict[str, Any]
     (key,) = given
     if not isinstance(record[key], list) or not record[key]:
         raise ValueError(f"`{key}` is not a list of messages")
-    messages = [_message(message, f"{key}[{i}]", chat) for i, message in enumerate(record[key])]
+    if others := unread(record, FIELDS):
+        raise ValueError(f"the conversation has `{others[0]}`, which nothing reads: {REMEDY}")
+    messages = [_message(message, f"{key}[{i}]", chat, ignore) for i, message in enumerate(record[key])]
     if (system := record.get("system")) in (None, ""):
         return messages
     if not isinstance(system, str):
@@ -106,9 +116,10 @@ def tools_of(record: dict[str, Any]) -> list[Any] | None:
     return tools
 
 
-def _message(message: Any, name: str, chat: ChatFormat) -> dict[str, Any]:
+def _message(message: Any, name: str, chat: ChatFormat, ignore: Container[str]) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError(f"{name} is not an object with a role and a content")
+    message = _without(message, ignore)
     if message.get("from") is not None and message.get("role") is None:
         others = dict(message)
         role, content = others.pop("from"), others.pop("value", None)
@@ -144,22 +155,23 @@ def _text(part: Any, name: str) -> str:
 # ---- files
 
 
-def _columns(file: Path) -> list[str]:
-    """Return the columns of a parquet file that conversations are made of. Raises ConfigError."""
+def _columns(file: Path, ignore: Container[str] = ()) -> list[str]:
+    """Return the columns of a parquet file that conversations are made of, and those that nothing would read.
+    Raises ConfigError."""
     names = corpus.open_parquet(file).schema_arrow.names
-    columns = [name for name in FIELDS if name in names]
-    if len(columns) < sum(map(names.count, FIELDS)):
+    columns = [name for name in names if name not in ignore and not is_description(name)]
+    if len(set(columns)) < len(columns):
         raise ConfigError(f"{file}: several columns have the same name (columns: {', '.join(names)})")
     if not set(columns) & set(LISTS):
         raise ConfigError(f"{file}: no column `messages` or `conversations` (columns: {', '.join(names)})")
     return columns
 
 
-def _rows(split: FileSplit, on_bad: OnBad) -> Iterator[tuple[int, bytes]]:
+def _rows(split: FileSplit, on_bad: OnBad, ignore: Container[str]) -> Iterator[tuple[int, bytes]]:
     """Yield the rows of a split of parquet as lines of JSON, each with its number. Rows that are not JSON are
     passed to `on_bad`."""
     (file,) = split.files
-    for first, batch in corpus.parquet_batches(split, _columns(file)):
+    for first, batch in corpus.parquet_batches(split, _columns(file, ignore)):
         try:
             records = batch.to_pylist()
         except ValueError as e:  # not UTF-8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import sysconfig
@@ -117,6 +118,9 @@ class Chat(Limits, CachedSource, name="chat"):
     max_tokens: int = 0
     """Leave out conversations of more than this many tokens, and log how many; 0: none. A conversation of
     more than training.seq_len + 1 tokens is cut, and its later part is trained without the question."""
+    ignore_fields: list[str] = dataclasses.field(default_factory=list)
+    """Names of fields of conversations and messages to leave out. A field that neither the chat template nor
+    titanlite reads is otherwise an error, unless it is empty or a description such as `id`."""
 
     def __post_init__(self) -> None:
         CachedSource.__post_init__(self)
@@ -128,6 +132,7 @@ class Chat(Limits, CachedSource, name="chat"):
         return PrepareOptions(
             documents="chat",
             max_tokens=self.max_tokens,
+            ignore_fields=self.ignore_fields,
             max_document_mib=self.max_document_mib,
             max_compression_ratio=self.max_compression_ratio,
         )
@@ -138,7 +143,8 @@ class Chat(Limits, CachedSource, name="chat"):
 
     def fingerprint(self) -> str:
         limit = f"max_tokens={self.max_tokens}" if self.max_tokens else ""
-        return _fingerprint(find_files(self.path, "path"), self.name, limit)
+        ignored = f" ignore_fields={self.ignore_fields}" if self.ignore_fields else ""
+        return _fingerprint(find_files(self.path, "path"), self.name, limit + ignored)
 
     def write(self, path: Path, tokenizer: Tokenizer) -> TokenShards:
         return _prepare(find_files(self.path, "path", is_told=True), path, tokenizer, self._options)

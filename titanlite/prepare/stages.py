@@ -71,13 +71,17 @@ class PrepareOptions(Limits):
     """Leave out conversations of more than this many tokens, and count them in the report; 0: none. In
     training, a conversation of more than training.seq_len + 1 tokens is cut, and its later part has no
     question."""
+    ignore_fields: list[str] = dataclasses.field(default_factory=list)
+    """Names of fields of conversations and messages to leave out. A field that neither the chat template nor
+    titanlite reads is otherwise bad input, unless it is empty or a description such as `id`."""
     filters: list[Filter] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 0, "max_tokens")
-        if self.max_tokens and self.documents != "chat":
-            raise ConfigError('only conversations have this limit: documents = "chat"', "max_tokens")
+        for key in ("max_tokens", "ignore_fields"):
+            if getattr(self, key) and self.documents != "chat":
+                raise ConfigError('only conversations have this key: documents = "chat"', key)
         if self.documents == "chat" and self.field != "text":
             raise ConfigError("leave it out: conversations are in `messages` or `conversations`", "field")
 
@@ -106,6 +110,7 @@ class JobState:
         settings = [options.field, options.bad_lines, options.max_document_mib, filters]
         settings += [self.chat.fingerprint] if self.chat else []
         settings += [options.max_tokens] if options.max_tokens else []
+        settings += [options.ignore_fields] if options.ignore_fields else []
         self.scan_keys = [_key(VERSION, identity, *settings) for identity in identities]
         self.filters = [f.build() for f in options.filters]
         self.compares = any(isinstance(f, LshSignature) for f in self.filters)
@@ -276,7 +281,7 @@ class JobState:
     def _read(self, split: FileSplit, report: Report) -> Iterator[Document]:
         on_bad = self._on_bad(report)
         if self.chat:
-            return read_conversations(split, self.chat, on_bad, self.options)
+            return read_conversations(split, self.chat, on_bad, self.options, self.options.ignore_fields)
         return read_split(split, self.options.field, on_bad, self.options)
 
     def _on_bad(self, report: Report) -> OnBad:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
@@ -25,18 +25,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jinja2
 import numpy as np
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Noncharacters of Unicode, which mark the assistant's text in a template's output and are then removed.
-BEGIN, END = "\ufdd0", "\ufdd1"
+from titanlite.tokenizers.message_fields import REMEDY, TRAINED, check_answers, unread, untrained
+from titanlite.tokenizers.template import ALL, BEGIN, END, Compiled, compile_template, render
+
 MARKS = re.compile(f"([{BEGIN}{END}])")
 # Characters that stand for punctuation, to see which text comes from a message: hieroglyphs, which are
 # letters without case that Python and JSON print as they are.
 STAND_INS = range(0x13000, 0x13430)
-VERSION = 3  # increase it when a change of the code changes the text or the tokens of a conversation
+VERSION = 4  # increase it when a change of the code changes the text or the tokens of a conversation
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PUNCTUATION = r"[^\w\s]"
 PROBE = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant")]
@@ -107,43 +104,88 @@ class ChatFormat:
         unless the answer is yet to be written, for one of which the template marks a text of another role as
         the assistant's or of which that cannot be seen, and for one that makes a control token in a way that
         cannot be followed."""
-        conversation = [list(messages), tools]
-        self._check_calls(messages)
-        text, spans = self._rendered(conversation, add_generation_prompt)
+        conversation, skipped = [list(messages), tools], untrained(messages)
+        text, spans, read = self._rendered(conversation, add_generation_prompt)
+        self._check_fields(messages, tools, read)
         if not add_generation_prompt:
+            check_answers(messages, skipped)
+            if skipped:
+                spans = self._trained(messages, tools, skipped, spans)
             if all(begin == end for begin, end in spans):
-                raise ValueError("a conversation without text of the assistant has no token to train on")
+                raise ValueError(
+                    "a conversation without text of the assistant, or without any that is trained on, has no "
+                    "token to train on"
+                )
             self._check_marks(messages, tools)
         return RenderedChat(text, spans, self._written(text, conversation, add_generation_prompt))
 
-    def _rendered(self, conversation: Any, add_generation_prompt: bool) -> tuple[str, _Spans]:
-        """Return the text of the messages and tools in `conversation`, and the assistant's ranges of
-        characters. Raises ValueError if the template refuses them."""
+    def _rendered(self, conversation: Any, add_generation_prompt: bool) -> _Rendered:
+        """Return the text of the messages and tools in `conversation`. Raises ValueError if the template
+        refuses them."""
         messages, tools = conversation
         if any(map(MARKS.search, _strings(conversation))):
             raise ValueError("a message holds U+FDD0 or U+FDD1, noncharacters that mark places here")
         try:
-            rendered = self._compiled.template.render(
-                messages=messages,
+            rendered, read = render(
+                self._compiled,
+                messages,
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self.variables,
             )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, ArithmeticError, RecursionError) as e:
+        except Exception as e:
+            kind = "" if isinstance(e, jinja2.TemplateError) else f"{type(e).__name__}: "
             bare = [i for i, message in enumerate(messages) if "content" not in message]
             hint = f'; messages[{bare[0]}] has no `content`: give it "content": ""' if bare else ""
-            raise ValueError(f"the chat template refuses this conversation: {e}{hint}") from None
-        return _without_marks(rendered)
+            raise ValueError(f"{self.name} refuses this conversation: {kind}{e}{hint}") from None
+        return _Rendered(*_without_marks(rendered), read)
 
-    def _check_calls(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ValueError for tool calls if the template does not read them."""
+    def _check_fields(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, read: Container[tuple[str, str]]
+    ) -> None:
+        """Raise ValueError for tools, and for a field of a message that is neither empty nor one of TRAINED
+        or DESCRIPTIONS, if the template does not read them."""
+        missing = (
+            ["the conversation has `tools`"] if tools and "tools" not in self._compiled.variables else []
+        )
         for i, message in enumerate(messages):
-            if message.get("tool_calls") and "tool_calls" not in self.template:
-                raise ValueError(
-                    f"messages[{i}] has tool_calls, which {self.name} does not read: use a template that "
-                    "does, or write the calls into `content`"
-                )
+            role = str(message.get("role", ""))
+            if (role, ALL) not in read:
+                names = unread(message, ("role", "content", *TRAINED))
+                missing += [f"messages[{i}] has `{name}`" for name in names if (role, name) not in read]
+        if missing:
+            raise ValueError(
+                f"{missing[0]}, which {self.name} does not read: use a template that does, or {REMEDY}"
+            )
+
+    def _trained(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, skipped: Container[int], spans: _Spans
+    ) -> _Spans:
+        """Return the ranges of characters in `spans` that do not belong to the messages `skipped`.
+
+        The conversation is rendered again with a character in the assistant's contents that tells these
+        messages from the others. Raises ValueError if a range has both or neither."""
+        yes, no = _stand_ins(2, [list(messages), tools])
+        marks = [no if i in skipped else yes for i in range(len(messages))]
+        for before in (False, True):
+            marked = [
+                message | {"content": mark + content if before else content + mark}
+                if message.get("role") == "assistant"
+                and isinstance(content := message.get("content", ""), str)
+                else message
+                for message, mark in zip(map(dict, messages), marks)
+            ]
+            with suppress(ValueError):  # the template looks for other texts
+                text, others, _ = self._rendered([marked, tools], add_generation_prompt=False)
+                kinds = [{yes, no} & set(text[begin:end]) for begin, end in others]
+                is_clear = all(len(kind) == 1 or begin == end for kind, (begin, end) in zip(kinds, others))
+                if is_clear and len(others) == len(spans):
+                    return tuple(span for span, kind in zip(spans, kinds) if no not in kind)
+        raise ValueError(
+            f"{self.name} does not show which texts belong to the messages that are not trained on: put each "
+            "message into a generation block of its own"
+        )
 
     def _check_marks(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
         """Raise ValueError if the template marks the content of a message as the assistant's whose role is
@@ -152,8 +194,7 @@ class ChatFormat:
         The conversation is rendered again with another text for such contents, which then may not be in a
         marked range. A template may look for a text at the beginning or the end: if it refuses the other
         text, that is put behind the content, and then before it."""
-        strings = set("".join(_strings([list(messages), tools])))
-        unused = next((chr(i) for i in STAND_INS if chr(i) not in strings), "")
+        (unused,) = _stand_ins(1, [list(messages), tools])
         others = [role for role in ROLES if role != "assistant"]
         changes: list[Callable[[str], str]] = [
             lambda content: unused * len(content),
@@ -168,10 +209,10 @@ class ChatFormat:
                 for message in messages
             ]
             try:
-                text, spans = self._rendered([replaced, tools], add_generation_prompt=False)
+                text, spans, _ = self._rendered([replaced, tools], add_generation_prompt=False)
             except ValueError:  # the template looks for other texts
                 continue
-            if unused and any(unused in text[begin:end] for begin, end in spans):
+            if any(unused in text[begin:end] for begin, end in spans):
                 raise ValueError(
                     f"{self.name} marks messages of other roles as the assistant's: put `{{% generation %}}` "
                     "and `{% endgeneration %}` around no more than what the assistant writes"
@@ -189,19 +230,17 @@ class ChatFormat:
         The conversation is rendered again with other characters for the punctuation of these names. Names
         that are still there do not come from a message, whatever the template does with its texts."""
         names = self._control_names
-        strings = set("".join(_strings(conversation)))
-        punctuation = strings & self._punctuation
+        punctuation = sorted(self._punctuation.intersection("".join(_strings(conversation))))
         if not punctuation:
             return _places(names, text)
-        unused = (chr(i) for i in STAND_INS if chr(i) not in strings)
-        stand_ins = dict(zip(sorted(punctuation), unused))
+        stand_ins = dict(zip(punctuation, _stand_ins(len(punctuation), conversation)))
         pattern = re.compile("|".join([*map(re.escape, self._kept), f"[{re.escape(''.join(stand_ins))}]"]))
 
         def disguise(string: str) -> str:
             return pattern.sub(lambda match: stand_ins.get(match[0], match[0]), string)
 
         try:
-            other, _ = self._rendered(_mapped(conversation, disguise), add_generation_prompt)
+            other = self._rendered(_mapped(conversation, disguise), add_generation_prompt).text
         except ValueError:  # the template looks for such characters
             other = ""
         if other.translate({ord(c): original for original, c in stand_ins.items()}) == text:
@@ -267,8 +306,8 @@ class ChatFormat:
         return plain.template
 
     @cached_property
-    def _compiled(self) -> _Compiled:
-        return _compile(self.template)
+    def _compiled(self) -> Compiled:
+        return compile_template(self.template)
 
     @cached_property
     def _library(self) -> Any:
@@ -296,7 +335,7 @@ class ChatFormat:
         written = ""
         for messages in (PROBE, PROBE[1:]):
             with suppress(ValueError):  # a template for other conversations
-                written += self._rendered([messages, None], add_generation_prompt=True)[0]
+                written += self._rendered([messages, None], add_generation_prompt=True).text
         sought, control = "\n".join(self._compiled.sought), dict[int, str]()
         for number, token in self._library.get_added_tokens_decoder().items():
             is_written = token.content in written and re.search(PUNCTUATION, token.content)
@@ -339,53 +378,26 @@ class ChatFormat:
         return {key: value for key, value in self.__dict__.items() if key not in _CACHED}
 
 
+class _Rendered(NamedTuple):
+    """A template's output without the marks, the assistant's ranges of characters in it, and the roles with
+    the fields that the template reads in their messages."""
+
+    text: str
+    assistant: _Spans
+    read: Container[tuple[str, str]]
+
+
+def _stand_ins(count: int, conversation: Any) -> list[str]:
+    """Return different characters of STAND_INS that a conversation does not have. Raises ValueError if it
+    has too many."""
+    used = set("".join(_strings(conversation)))
+    unused = [chr(i) for i in STAND_INS if chr(i) not in used][:count]
+    if len(unused) < count:
+        raise ValueError("a conversation with almost all hieroglyphs, U+13000 to U+1342F, cannot be checked")
+    return unused
+
+
 _CACHED = {name for name, value in vars(ChatFormat).items() if isinstance(value, cached_property)}
-
-
-class _Generation(Extension):
-    """The block `{% generation %} ... {% endgeneration %}`: puts BEGIN and END around its output."""
-
-    tags = {"generation"}  # noqa: RUF012 -- jinja2 declares it so
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        self.environment.extend(has_generation=True)
-        begin, end = (nodes.Output([nodes.TemplateData(mark)]).set_lineno(line) for mark in (BEGIN, END))
-        return nodes.Scope([begin, *body, end]).set_lineno(line)
-
-
-class _Compiled(NamedTuple):
-    """A compiled template, whether it has a generation block, and the texts that it looks for."""
-
-    template: jinja2.Template
-    has_generation: bool
-    sought: frozenset[str]
-
-
-def _compile(template: str) -> _Compiled:
-    """Compile a template with the same settings as transformers. Raises jinja2.TemplateError."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = _raise_exception
-    environment.filters["tojson"] = _to_json
-    tree = environment.parse(template)
-    has_generation, sought = hasattr(environment, "has_generation"), frozenset(_sought(tree))
-    return _Compiled(environment.from_string(tree), has_generation, sought)
-
-
-def _sought(tree: nodes.Template) -> Iterator[str]:
-    """Yield the texts in comparisons, tests, and arguments of filters and of methods, such as `split`."""
-    roots = list[nodes.Node](tree.find_all(nodes.Compare))
-    for kind in (nodes.Test, nodes.Filter):
-        roots += [argument for node in tree.find_all(kind) for argument in node.args]
-    for call in tree.find_all(nodes.Call):
-        if isinstance(call.node, nodes.Getattr):  # a method; no macro or function
-            roots += call.args
-    for root in roots:
-        constants = [root] if isinstance(root, nodes.Const) else root.find_all(nodes.Const)
-        yield from (constant.value for constant in constants if isinstance(constant.value, str))
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -408,23 +420,6 @@ def _mapped(value: Any, function: Callable[[str], str]) -> Any:
 
 def _places(names: re.Pattern[str], text: str) -> tuple[int, ...]:
     return tuple(match.start() for match in names.finditer(text))
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    """The filter `tojson` without jinja2's escapes for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
 
 
 def _without_marks(rendered: str) -> tuple[str, _Spans]:

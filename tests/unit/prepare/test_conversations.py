@@ -166,6 +166,29 @@ def test_sharegpt_is_the_same_conversation(folder: Path, tokenizer: Tokenizer, t
     assert tokens[0].tolist() == tokens[1].tolist()
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_fields_are_obeyed_refused_or_ignored(tokenizer: Tokenizer, tmp_path: Path, name: str) -> None:
+    turns = SHAREGPT["conversations"]
+    bad = [turns[0], turns[1] | {"value": "BAD", "weight": 0, "score": 1}]
+    record = {"conversations": [*bad, *turns], "prompt": "a", "source": "x", "prompt_id": "y", "empty": ""}
+    if name == "a.jsonl":
+        (tmp_path / name).write_text(json.dumps(record))
+    else:
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow_table([record]), tmp_path / name)
+    path, ignored = [str(tmp_path / name)], list[str]()
+    for field, where in (("prompt", "the conversation"), ("score", r"messages\[1\]")):
+        with pytest.raises(ConfigError, match=f"{where} has `{field}`, which"):
+            Chat(path=path, ignore_fields=ignored).build(tokenizer, tmp_path)
+        ignored.append(field)
+    shards = Chat(path=path, ignore_fields=ignored).build(tokenizer, tmp_path)
+    ids, mask = shards.document(0), shards.loss_mask(0, shards.num_tokens)
+    assert "BAD" in tokenizer.decode(ids.tolist())
+    assert tokenizer.decode(ids[mask].tolist()) == "b<|im_end|>"
+    every = Chat(path=path, ignore_fields=[*ignored, "weight"]).build(tokenizer, tmp_path)
+    ids, mask = every.document(0), every.loss_mask(0, every.num_tokens)
+    assert tokenizer.decode(ids[mask].tolist()) == "BAD<|im_end|>b<|im_end|>"  # control
+
+
 TOOLS = [{"type": "function", "function": {"name": "len", "parameters": {}}}]
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "len", "arguments": {"text": "<s>"}}]}
 CALLS = """\
@@ -407,7 +430,7 @@ def test_long_conversations_are_left_out_and_counted(
     assert shards.num_longer_than(limit - 1) == kept.count(limit)
     with pytest.raises(ConfigError, match="the filters removed all text"):
         Chat(path=path, max_tokens=1).build(tokenizer, tmp_path)
-    with pytest.raises(ConfigError, match="only conversations have this limit") as e:
+    with pytest.raises(ConfigError, match="only conversations have this key") as e:
         PrepareOptions(max_tokens=1)
     assert e.value.key == "max_tokens"
 
@@ -478,6 +501,19 @@ BAD_LINES = {
     ),
     "tools": (json.dumps({**PLAIN, "tools": {}}), "`tools` is not a list"),
     "tools not JSON": (json.dumps({**PLAIN, "tools": "{"}), "`tools` is a text that is not valid JSON"),
+    "tools that nothing reads": (json.dumps({**PLAIN, "tools": [{}]}), "conversation has `tools`, which"),
+    "loss_mask": (
+        json.dumps({**PLAIN, "loss_mask": [0, 1]}),
+        "the conversation has `loss_mask`, which nothing reads: name the field in ignore_fields",
+    ),
+    "weight": (
+        json.dumps({"messages": [USER, ANSWER | {"weight": 0.5}]}),
+        "messages[1] has `weight` = 0.5",
+    ),
+    "reasoning": (
+        json.dumps({"messages": [USER, ANSWER | {"thinking": "hm"}]}),
+        "messages[1] has `thinking`, which",
+    ),
     "surrogate": (json.dumps({"messages": [{**USER, "content": "\ud800"}, ANSWER]}), "lone surrogate"),
 }  # fmt: skip
 STRICT = """\

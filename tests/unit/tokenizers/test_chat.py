@@ -311,6 +311,7 @@ def test_a_role_makes_no_control_token(chatml: ChatFormat) -> None:
 
 
 USER = {"role": "user", "content": "a"}
+ANSWER = {"role": "assistant", "content": "b"}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "len"}]}
 
 
@@ -320,12 +321,67 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "len"}]}
         ([USER], "without text of the assistant"),
         ([{"role": "user", "content": "\ufdd0"}, {"role": "assistant", "content": "b"}], "noncharacters"),
         ([USER, {"role": "assistant"}], r"'content'; messages\[1\] has no `content`: give it \"content\": "),
-        ([USER, CALL], r"messages\[1\] has tool_calls, which \S*chat_template.jinja does not read: use a"),
+        ([USER | {"prefix": True}, ANSWER], r"messages\[0\] has `prefix`, which \S* does not read"),
+        ([USER, ANSWER | {"content": " \n", "weight": 1}], r"messages\[1\] is an empty answer"),
+        ([USER, ANSWER | {"weight": 0}], "or without any that is trained on"),
+        ([USER, ANSWER | {"weight": 0.5}], r"messages\[1\] has `weight` = 0.5; the only weights are 0 or"),
+        ([USER, ANSWER | {"loss_mask": [0, 1]}], r"messages\[1\] has `loss_mask` = \[0, 1\]; the only"),
+        ([USER, ANSWER | {"train": "no"}], r"messages\[1\] has `train` = \"no\"; the only weights are 0"),
+        ([USER, ANSWER | {"train": 1, "loss": False}], "has `train` and `loss`, which contradict each other"),
+        ([USER | {"train": True}, ANSWER], r"messages\[0\] has `train`, but only the assistant's messages"),
+        ([USER, CALL], r"messages\[1\] has `tool_calls`, which \S*chat_template.jinja does not read: use a"),
     ],
 )
 def test_refused_conversations(chatml: ChatFormat, messages: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         chatml.render(messages)
+
+
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False, "loss_mask": 0.0, "id": "a"}])
+def test_messages_that_are_not_trained_on(folder: Path, flag: dict[str, Any]) -> None:
+    """The ids are the same, and of the mask the other answer remains."""
+    chat, messages = format_of(folder), conversations(with_system=False)[0][:2] * 2
+    whole = chat.render(messages)
+    for skipped, other in ((1, 3), (3, 1)):
+        some = [dict(message) for message in messages]
+        some[skipped] |= flag
+        some[other] |= {"weight": 1.0, "trainable": True}
+        rendered = chat.render(some)
+        assert rendered.assistant == (whole.assistant[other // 2],)
+        assert (rendered.text, rendered.control) == (whole.text, whole.control)
+    assert chat.render([dict(message, weight=i % 2) for i, message in enumerate(messages)]) == whole
+
+
+def test_a_block_around_several_messages_cannot_be_skipped_in_part(tmp_path: Path) -> None:
+    joined = "{% generation %}{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{% endif %}"
+    chat = format_of(write_tokenizer(tmp_path / "t", joined + "{% endfor %}</s>{% endgeneration %}"))
+    messages = [USER, ANSWER, USER, ANSWER | {"weight": 0}]
+    with pytest.raises(ValueError, match="does not show which texts belong to the messages that are not"):
+        chat.render(messages)
+    assert chat.render([USER, ANSWER, USER, ANSWER]).text == "bb</s>"  # control
+
+
+@pytest.mark.parametrize(
+    ("body", "reads"),
+    [
+        ("{{ m.thinking }}{{ m.content }}", True),
+        ("{% if 'thinking' in m %}{% endif %}{{ m['content'] }}", True),
+        ("{{ m | tojson }}", True),
+        ("{{ m.content }}{{ messages[0].thinking }}", False),  # in messages of another role
+        ("{{ m.content }}{# thinking #}", False),
+    ],
+)
+def test_every_field_is_read(tmp_path: Path, body: str, reads: bool) -> None:
+    chat = format_of(write_tokenizer(tmp_path / "t", GENERATION.replace("BODY", body)))
+    messages = [USER, ANSWER | {"thinking": "hm", "id": 1, "parent_id": "2", "refusal": ""}]
+    if reads:
+        assert chat.render(messages).assistant
+    else:
+        with pytest.raises(ValueError, match=r"messages\[1\] has `thinking`, which \S* does not read"):
+            chat.render(messages)
+    assert chat.render([USER, ANSWER]).assistant  # control
+    with pytest.raises(ValueError, match="has `tools`, which"):
+        chat.render([USER, ANSWER], tools=[{"name": "len"}])
 
 
 def test_the_message_of_a_template_is_the_reason(tmp_path: Path) -> None:
