@@ -316,11 +316,12 @@ class SequenceDataset(ValidationSequences, Dataset):
         return lines
 
     def describe_conversations(self, seq_len: int) -> list[str]:
-        """Describe the conversations of each source that has any: how many of their tokens are trained, and
-        whether sequences cut them. The later part of a conversation that is cut is trained without its
-        question. `seq_len`: the shortest one of all stages."""
+        """Describe the conversations of each source that has any: how many of their tokens are trained, a
+        warning if the ends of answers are not, and whether sequences cut them. The later part of a
+        conversation that is cut is trained without its question. `seq_len`: the shortest one of all
+        stages."""
         masked = [packed for packed in self._packed if packed.shards.has_loss_mask]
-        lines = [[packed.shards.counts(), _reason_for_cuts(packed, seq_len)] for packed in masked]
+        lines = [(p.shards.counts(), p.shards.warning, _reason_for_cuts(p, seq_len)) for p in masked]
         return [f"{p.shards.path}: {line}" for p, said in zip(masked, lines) for line in said if line]
 
     def training(self, numbers: np.ndarray) -> list[TokenSequence]:

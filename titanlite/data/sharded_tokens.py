@@ -66,6 +66,11 @@ class ShardedTokens(ABC):
         """The number of tokens that count as targets; None without a loss mask, or if it is not recorded."""
         return None
 
+    @property
+    def warning(self) -> str:
+        """What a user should know about the loss masks, for messages; "" if nothing."""
+        return ""
+
     def counts(self) -> str:
         """Return the numbers of documents, tokens and trained tokens, for messages."""
         counts = f"{self.num_documents:,} documents, {self.num_tokens:,} tokens"

@@ -151,6 +151,10 @@ class TokenShards(ShardedTokens):
         trained = [shard.get("trained_tokens") for shard in self._shards]  # older datasets lack it
         return sum(trained) if self._has_loss_mask and None not in trained else None
 
+    @property
+    def warning(self) -> str:
+        return str(self.prepared.get("warning", ""))
+
     def verify(self) -> None:
         """Compare the SHA-256 of every file with dataset.json. Raises ConfigError, which names the first file
         that differs."""

@@ -308,4 +308,5 @@ def prepared_record(
     tree = {**toml.as_tree(options), "input": corpus | (origin or {})}
     if chat := options.chat_format(tokenizer, files):
         tree["chat_template"] = chat.fingerprint
+        tree |= {"warning": warning} if (warning := chat.warning()) else {}
     return tree | ({"tokenizer": toml.as_tree(tokenizer.config)} if tokenizer.config else {})

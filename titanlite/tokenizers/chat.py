@@ -280,12 +280,34 @@ class ChatFormat:
         return ChatTokens(ids, mask)
 
     def end_of_turn(self) -> set[int]:
-        """Return the id of the control token with which an answer ends; empty if the template has none."""
+        """Return the id of the control token that a model learns to write behind an answer; empty if there is
+        none."""
+        trained = self._ends[0] if self._ends else []
+        return {number for number, name in self._control.items() if name in trained[-1:]}
+
+    def warning(self) -> str:
+        """Return a warning if answers are trained without a token that ends them, otherwise ""."""
+        if self._ends is None or self._ends[0]:
+            return ""
+        end = (self._ends[1] or [self.variables.get("eos_token", "")])[0]
+        return (
+            f"{self.name} trains no token behind an answer, so that the model will not learn to stop: put "
+            f"{end!r} before `{{% endgeneration %}}`"
+        )
+
+    @cached_property
+    def _ends(self) -> tuple[list[str], list[str]] | None:
+        """The names of the control tokens behind the answer of a conversation: those that are trained, and
+        the others. None if the template refuses the conversation."""
+        answer = chr(STAND_INS[0])
         try:
-            ids, loss_mask = self.encode(self.render(PROBE[1:]))
+            chat = self.render([PROBE[1], {"role": "assistant", "content": answer}])
         except ValueError:  # a template for other conversations
-            return set()
-        return set([i for i in ids[loss_mask].tolist() if i in self._control][-1:])
+            return None
+        begin, end = chat.assistant[-1]
+        begin = max(begin, chat.text.rfind(answer))
+        names = [(at, self._control_names.match(chat.text, at)) for at in chat.control if at >= begin]
+        return [m[0] for at, m in names if m and at < end], [m[0] for at, m in names if m and at >= end]
 
     def without_marks(self) -> str:
         """Return the template for programs that do not know its marks, if it renders a probe alike without

@@ -146,7 +146,8 @@ def _show(argv: Sequence[str]) -> int:
         return 0
     packed, tokenizer = _open(path, overrides)
     if packed.shards.has_loss_mask:
-        print(f"{path}: {packed.shards.counts()}")
+        for line in filter(None, (packed.shards.counts(), packed.shards.warning)):
+            print(f"{path}: {line}")
     for number in numbers:
         if number >= len(packed):
             raise ConfigError(

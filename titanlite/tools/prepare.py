@@ -113,6 +113,8 @@ def main(argv: Sequence[str]) -> int:
     if shards is None:
         print(f"worker {job.worker} is done; the last worker to finish completes {output}")
         return 0
+    if shards.warning:
+        tell(f"{output}: {shards.warning}")
     report = json.loads((output / "report.json").read_text())
     print(table(report))
     print(

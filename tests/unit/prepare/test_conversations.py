@@ -461,6 +461,15 @@ def test_conversations_that_best_fit_cuts_are_counted(folder: Path, tmp_path: Pa
     assert line.endswith(": a stage with seq_len = 256 cuts a conversation at the end of every sequence")
 
 
+def test_a_run_tells_that_ends_are_not_trained(tmp_path: Path) -> None:
+    folder = write_tokenizer(
+        tmp_path / "t", CHATML.replace("message.content + '<|im_end|>' }}{%", "message.content }}{%")
+    )
+    write_conversations(folder / "conversations.jsonl", conversations())
+    said = said_of(tmp_path, folder, "best_fit", 512)
+    assert sum("trains no token behind an answer" in line for line in said) == 1
+
+
 def said_of(tmp_path: Path, folder: Path, packing: str, seq_len: int, of_stages: int = 0) -> list[str]:
     """What is said about the conversations. `of_stages`: the shortest sequences, if they differ."""
     data = job_of(tmp_path, folder, f"--data.packing={packing}").data

@@ -85,6 +85,30 @@ def test_the_end_of_a_turn(folder: Path) -> None:
     assert format_of(folder).end_of_turn() == {SPECIAL.index(ends.get(folder.name, "</s>"))}
 
 
+ENDS = "{% generation %}<|user|>{{ m.content }}IN{% endgeneration %}OUT"
+
+
+@pytest.mark.parametrize(
+    ("inside", "outside", "ends", "named"),
+    [
+        ("<|im_end|>\n", "", {"<|im_end|>"}, ""),
+        ("<|eot_id|></s>", "<|im_end|>", {"</s>"}, ""),
+        ("", "<|im_end|>\n", set(), "<|im_end|>"),
+        ("\n", "", set(), "</s>"),
+        (" END", "", set(), "</s>"),
+    ],
+)
+def test_an_answer_whose_end_is_not_trained_is_told(
+    tmp_path: Path, inside: str, outside: str, ends: set[str], named: str
+) -> None:
+    """Tokens before the answer are not its end."""
+    template = f"{ANSWERS}{ENDS.replace('IN', inside).replace('OUT', outside)}{{% endfor %}}"
+    chat = format_of(write_tokenizer(tmp_path / "t", template))
+    assert chat.end_of_turn() == {SPECIAL.index(name) for name in ends}
+    assert (f"put '{named}' before `{{% endgeneration %}}`" in chat.warning()) == bool(named)
+    assert bool(chat.warning()) == bool(named)
+
+
 def test_trained_tokens_are_the_answers_and_their_ends(chatml: ChatFormat) -> None:
     messages = conversations()[2]
     answers = [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]

@@ -87,6 +87,25 @@ def test_a_tokenizer_without_a_template_is_told(
     assert "has no chat template" in err.strip().splitlines()[-1]
 
 
+def test_a_template_that_does_not_train_the_end_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outside = CHATML.replace(
+        "message.content + '<|im_end|>' }}{%- endgeneration %}",
+        "message.content }}{%- endgeneration %}{{- '<|im_end|>' }}",
+    )
+    file = write_conversations(tmp_path / "in.jsonl", conversations()[:1])
+    for name, template in (("outside", outside), ("inside", CHATML)):
+        folder, out = write_tokenizer(tmp_path / name, template), tmp_path / f"{name}-out"
+        words = ["--documents=chat", "--tokenizer.name=huggingface", f"--tokenizer.path={folder}"]
+        assert cli.run(["prepare", str(file), f"--output={out}", *words]) == 0
+        told = f"{out}: {folder}/chat_template.jinja trains no token behind an answer, so that the model will"
+        assert (told in capsys.readouterr().err) == (name == "outside")
+        show = ["data", "show", str(out), "--seq_len=77", f"--tokenizer.path={folder}"]
+        assert cli.run([*show, "--tokenizer.name=huggingface"]) == 0
+        assert (told in capsys.readouterr().out) == (name == "outside")
+
+
 def test_trained_tokens_are_marked(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_conversations(tmp_path / "in.jsonl", conversations()[:1])
     tokenizer = ["--tokenizer.name=huggingface", f"--tokenizer.path={folder}"]
