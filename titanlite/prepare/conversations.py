@@ -16,6 +16,7 @@ from titanlite.prepare.corpus import Document, FileSplit, Limits, OnBad
 from titanlite.prepare.formats import check_content, format_of
 from titanlite.tokenizers.chat import ROLES, ChatFormat
 from titanlite.tokenizers.message_fields import REMEDY, is_description, unread
+from titanlite.tokenizers.template import TemplateLimitError
 
 SHAREGPT_ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 LISTS = ("messages", "conversations")  # fields that hold the messages
@@ -68,6 +69,8 @@ def read_conversations(
             record = _without(corpus.record_of(line, limits), ignore)
             rendered = chat.render(messages_of(record, chat, ignore), tools_of(record))
             text = corpus.checked(rendered.text, "conversation")
+        except TemplateLimitError as e:
+            raise ConfigError(f"{corpus.where(file, place)}: {e}") from None
         except ValueError as e:
             on_bad(file, place, str(e))
         else:

@@ -20,14 +20,21 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 from typing import Any, NamedTuple, TypeAlias
 
-import jinja2
 import numpy as np
 
 from titanlite.tokenizers.message_fields import REMEDY, TRAINED, check_answers, unread, untrained
-from titanlite.tokenizers.template import ALL, BEGIN, END, Compiled, compile_template, render
+from titanlite.tokenizers.template import (
+    ALL,
+    BEGIN,
+    END,
+    MAX_CHARACTERS,
+    Template,
+    TemplateError,
+    TemplateLimitError,
+)
 
 MARKS = re.compile(f"([{BEGIN}{END}])")
 # Characters that stand for punctuation, to see which text comes from a message: hieroglyphs, which are
@@ -63,16 +70,18 @@ class ChatFormat:
 
     `name`: of the template's file, for messages. `variables`: names of special tokens that the template may
     use, such as `eos_token`. Raises ValueError for a template that is invalid, that does not mark the
-    assistant's text, or that marks a text of another role."""
+    assistant's text, or that marks a text of another role.
+    All methods raise TemplateLimitError for a template that takes too much time or memory."""
 
     def __init__(self, template: str, name: str, tokenizer_json: bytes, variables: Mapping[str, str]):
         self.template, self.name, self.variables = template, name, dict(variables)
         self._tokenizer_json = tokenizer_json
         try:
             has_generation = self._compiled.has_generation
-        except jinja2.TemplateError as e:
-            line = getattr(e, "lineno", None)
-            raise ValueError(f"{name}{f':{line}' if line else ''}: not a valid template: {e}") from None
+        except TemplateError as e:
+            raise ValueError(f"{name}{f':{e.line}' if e.line else ''}: not a valid template: {e}") from None
+        except TemplateLimitError as e:
+            raise TemplateLimitError(f"{name} {e}") from None
         if not has_generation:
             raise ValueError(
                 f"{name} does not mark the assistant's text: put `{{% generation %}}` and "
@@ -123,22 +132,25 @@ class ChatFormat:
         """Return the text of the messages and tools in `conversation`. Raises ValueError if the template
         refuses them."""
         messages, tools = conversation
-        if any(map(MARKS.search, _strings(conversation))):
+        strings = list(_strings(conversation))
+        if sum(map(len, strings)) > MAX_CHARACTERS:
+            raise ValueError(f"a conversation of more than {MAX_CHARACTERS:,} characters")
+        if any(map(MARKS.search, strings)):
             raise ValueError("a message holds U+FDD0 or U+FDD1, noncharacters that mark places here")
         try:
-            rendered, read = render(
-                self._compiled,
+            rendered, read = self._compiled.render(
                 messages,
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self.variables,
             )
-        except Exception as e:
-            kind = "" if isinstance(e, jinja2.TemplateError) else f"{type(e).__name__}: "
+        except TemplateLimitError as e:
+            raise TemplateLimitError(f"{self.name} {e} for a conversation") from None
+        except TemplateError as e:
             bare = [i for i, message in enumerate(messages) if "content" not in message]
             hint = f'; messages[{bare[0]}] has no `content`: give it "content": ""' if bare else ""
-            raise ValueError(f"{self.name} refuses this conversation: {kind}{e}{hint}") from None
+            raise ValueError(f"{self.name} refuses this conversation: {e}{hint}") from None
         return _Rendered(*_without_marks(rendered), read)
 
     def _check_fields(
@@ -302,34 +314,34 @@ class ChatFormat:
         answer = chr(STAND_INS[0])
         try:
             chat = self.render([PROBE[1], {"role": "assistant", "content": answer}])
-        except ValueError:  # a template for other conversations
+        except (ValueError, TemplateLimitError):  # a template for other conversations
             return None
         begin, end = chat.assistant[-1]
         begin = max(begin, chat.text.rfind(answer))
         names = [(at, self._control_names.match(chat.text, at)) for at in chat.control if at >= begin]
         return [m[0] for at, m in names if m and at < end], [m[0] for at, m in names if m and at >= end]
 
-    def without_marks(self) -> str:
+    def unmarked_template(self) -> str:
         """Return the template for programs that do not know its marks, if it renders a probe alike without
         them; otherwise the template itself. The marks become conditions that are true, which keep the rules
         for white space around a block."""
-        plain = copy(self)
         ended = re.sub(r"({%[-+]?\s*)endgeneration\b", r"\1endif", self.template)
+        plain = copy(self)
         plain.template = re.sub(r"({%[-+]?\s*)generation\b", r"\1if true", ended)
-        for messages, add_prompt in product((PROBE, PROBE[1:] * 2), (False, True)):
-            with suppress(ValueError):  # a template for other conversations
-                text, _ = self._rendered([messages, None], add_prompt)
-                try:
-                    is_equal = plain._rendered([messages, None], add_prompt)[0] == text
-                except (ValueError, jinja2.TemplateError):
-                    is_equal = False
-                if not is_equal:
-                    return self.template
+        try:
+            plain._compiled = Template(plain.template)
+            for messages, add_prompt in product((PROBE, PROBE[1:] * 2), (False, True)):
+                with suppress(ValueError):  # a template for other conversations
+                    text = self._rendered([messages, None], add_prompt).text
+                    if plain._rendered([messages, None], add_prompt).text != text:
+                        return self.template
+        except (TemplateError, TemplateLimitError):
+            return self.template
         return plain.template
 
     @cached_property
-    def _compiled(self) -> Compiled:
-        return compile_template(self.template)
+    def _compiled(self) -> Template:
+        return Template(self.template)
 
     @cached_property
     def _library(self) -> Any:
@@ -413,7 +425,7 @@ def _stand_ins(count: int, conversation: Any) -> list[str]:
     """Return different characters of STAND_INS that a conversation does not have. Raises ValueError if it
     has too many."""
     used = set("".join(_strings(conversation)))
-    unused = [chr(i) for i in STAND_INS if chr(i) not in used][:count]
+    unused = list(islice((chr(i) for i in STAND_INS if chr(i) not in used), count))
     if len(unused) < count:
         raise ValueError("a conversation with almost all hieroglyphs, U+13000 to U+1342F, cannot be checked")
     return unused

@@ -24,6 +24,7 @@ from titanlite.files import is_inside
 from titanlite.tokenizers import pieces
 from titanlite.tokenizers.base import Tokenizer, TokenizerConfig, read_bytes
 from titanlite.tokenizers.chat import ChatFormat
+from titanlite.tokenizers.template import TemplateLimitError
 from titanlite.tokenizers.tokenizer_json import TOKENIZER_CONFIG
 
 # Settings in tokenizer_config.json that an export keeps, beside names of tokens. With others, such as
@@ -245,7 +246,7 @@ class HuggingFaceTokenizer(Tokenizer):
         names = {key: value for key, value in names.items() if value} | self._framing()
         try:
             return ChatFormat(template, name, self._content, names)
-        except ValueError as e:
+        except (ValueError, TemplateLimitError) as e:
             raise ConfigError(str(e), "tokenizer.chat_template") from None
 
     def _chat_template(self) -> tuple[str, str]:
@@ -285,7 +286,7 @@ class HuggingFaceTokenizer(Tokenizer):
             files["chat_template.jinja"] = self._chat_template()[0].encode()
         with suppress(ConfigError):  # no template, or one without marks
             chat = self.chat_format()
-            if (plain := chat.without_marks()) != chat.template:
+            if (plain := chat.unmarked_template()) != chat.template:
                 config.pop("chat_template", None)
                 files |= {"chat_template.jinja": plain.encode(), MARKED: chat.template.encode()}
         return {**files, "tokenizer_config.json": as_json(config)}

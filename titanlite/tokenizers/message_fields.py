@@ -11,9 +11,9 @@ from typing import Any
 TRAINED = ("weight", "train", "training", "trainable", "loss", "loss_mask")
 # Fields of messages and conversations that nothing has to read, besides names that end in "_id": they say
 # where a text comes from.
-DESCRIPTIONS = frozenset(
-    "id uuid hash index name title source dataset split category topic tags language model date timestamp url "
-    "license metadata".split()
+DESCRIPTIONS = (
+    *("id", "uuid", "hash", "index", "name", "title", "source", "dataset", "split", "category"),
+    *("topic", "tags", "language", "model", "date", "timestamp", "url", "license", "metadata"),
 )
 REMEDY = "name the field in ignore_fields to leave it out"
 

@@ -1,10 +1,25 @@
-"""A chat template's program: compiled and rendered with the settings of transformers. Also tells which fields
-of the messages it looks up, and which texts it looks for in them."""
+"""Chat templates are programs of whoever published a tokenizer. A process of their own compiles and renders
+them with the settings of transformers: this file, run as a script, which imports nothing of titanlite.
+
+jinja2's sandbox keeps a template from files and from Python, but not from a loop without end or from a text
+of 10 GB, and nothing within a process can interrupt one call of C such as `'x' * 10**10`. The operating
+system can: a request may take CPU_S seconds of CPU, and the process MEMORY bytes. This is no protection
+against a hole of the sandbox, since the process has the user's rights, nor against a template that takes a
+little less than the limits for each of many conversations."""
 
 from __future__ import annotations
 
 import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jinja2
@@ -17,6 +32,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 # Noncharacters of Unicode, which mark the assistant's text in a template's output and are then removed.
 BEGIN, END = "\ufdd0", "\ufdd1"
 ALL = "*"
+CPU_S = 10
+MEMORY = 2 << 30
+MAX_CHARACTERS = 4 << 20  # of a conversation, and of the output: about a million tokens
+
+
+class TemplateError(Exception):
+    """What a template raises. `line`: the template's line, for one that is not valid, or 0."""
+
+    def __init__(self, message: str, line: int = 0):
+        super().__init__(message)
+        self.line = line
+
+
+class TemplateLimitError(Exception):
+    """A template that takes too much time or memory."""
 
 
 class Rendered(NamedTuple):
@@ -27,34 +57,145 @@ class Rendered(NamedTuple):
     read: set[tuple[str, str]]
 
 
-class Compiled(NamedTuple):
-    """A compiled template, whether it has a generation block, the texts that it looks for, and the variables
-    that it uses."""
+class Template:
+    """A chat template. `has_generation`: whether it has a generation block. `sought`: the texts that it looks
+    for. `variables`: those that it uses. Raises TemplateError and TemplateLimitError, as `render` does."""
+
+    def __init__(self, text: str):
+        self._text, self._process = text, _shared_process()
+        about = self._process.ask({"template": text})
+        self.has_generation: bool = about["has_generation"]
+        self.sought, self.variables = frozenset[str](about["sought"]), frozenset[str](about["variables"])
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendered:
+        """Render messages and other values of JSON."""
+        self._process = _shared_process()  # another one after a fork
+        request = {"template": self._text, "messages": messages, "variables": variables}
+        answer = self._process.ask(request)
+        return Rendered(answer["text"], set(map(tuple, answer["read"])))
+
+
+class _Process:
+    """The process that renders. It ends with this object."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._start()
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request and return the answer to it."""
+        line = json.dumps({**request, "cpu_s": CPU_S}).encode() + b"\n"
+        with self._lock:
+            if self._popen.poll() is not None:
+                self._start()
+            assert self._popen.stdin
+            assert self._popen.stdout
+            try:
+                with suppress(BrokenPipeError):
+                    self._popen.stdin.write(line)
+                    self._popen.stdin.flush()
+                answer = json.loads(self._popen.stdout.readline() or "null")
+            except (
+                BaseException
+            ):  # such as Ctrl-C, after which the answer would be taken for that to the next
+                self._end()
+                raise
+        if answer is None:
+            code = self._popen.wait()
+            reason = (
+                f"more than {CPU_S} s of CPU" if code == -signal.SIGPROF else f"too much (exit code {code})"
+            )
+            raise TemplateLimitError(f"takes {reason}")
+        if "limit" in answer:
+            raise TemplateLimitError(answer["limit"])
+        if "error" in answer:
+            raise TemplateError(answer["error"], answer["line"])
+        return answer
+
+    def _start(self) -> None:
+        pipe = subprocess.PIPE
+        command = [sys.executable, __file__]
+        self._popen = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        self._end = weakref.finalize(self, _end, self._popen, os.getpid())
+
+
+def _end(process: subprocess.Popen[bytes], parent: int) -> None:
+    if os.getpid() == parent:  # not in a fork
+        process.kill()
+        with process:  # waits, and closes the pipes
+            pass
+
+
+_processes = weakref.WeakValueDictionary[int, _Process]()
+
+
+def _shared_process() -> _Process:
+    process = _processes.get(os.getpid())
+    if process is None:
+        process = _processes[os.getpid()] = _Process()
+    return process
+
+
+# ---- in the process that renders
+
+
+def main() -> None:
+    """Answer the requests in standard input, one per line, until its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    with suppress(ValueError, OSError):  # the limit is lower already, or the system has none
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    for line in sys.stdin.buffer:
+        answer = _answer(line)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(answer + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _answer(line: bytes) -> bytes:
+    try:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])  # ends the process
+        compiled = _compile(request["template"])
+        if "messages" not in request:
+            return json.dumps(compiled.about).encode()
+        text, read = _render(compiled.template, request["messages"], request["variables"])
+        return json.dumps({"text": text, "read": sorted(read)}).encode()
+    except MemoryError:
+        return json.dumps({"limit": f"takes more than {MEMORY >> 30} GiB of memory"}).encode()
+    except Exception as e:
+        kind = "" if isinstance(e, jinja2.TemplateError) else f"{type(e).__name__}: "
+        message = " ".join(str(e)[:500].split())
+        return json.dumps({"error": f"{kind}{message}", "line": getattr(e, "lineno", 0)}).encode()
+
+
+class _Compiled(NamedTuple):
+    """A compiled template, and the attributes of `Template`."""
 
     template: jinja2.Template
-    has_generation: bool
-    sought: frozenset[str]
-    variables: frozenset[str]
+    about: dict[str, Any]
 
 
-def compile_template(template: str) -> Compiled:
-    """Compile a template with the same settings as transformers. Raises jinja2.TemplateError."""
+@lru_cache(maxsize=8)
+def _compile(template: str) -> _Compiled:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.globals["raise_exception"] = _raise_exception
     environment.filters["tojson"] = _to_json
     tree = environment.parse(template)
-    has_generation, sought = hasattr(environment, "has_generation"), frozenset(_sought(tree))
-    variables = frozenset(find_undeclared_variables(tree))
-    return Compiled(environment.from_string(tree), has_generation, sought, variables)
+    about = {"has_generation": hasattr(environment, "has_generation"), "sought": sorted(set(_sought(tree)))}
+    about["variables"] = sorted(find_undeclared_variables(tree))
+    return _Compiled(environment.from_string(tree), about)
 
 
-def render(compiled: Compiled, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendered:
-    """Render messages. Raises the exceptions of the template."""
-    read = set[tuple[str, str]]()
-    text = compiled.template.render(messages=[_Message(message, read) for message in messages], **variables)
-    return Rendered(text, read)
+def _render(template: jinja2.Template, messages: Sequence[Any], variables: Mapping[str, Any]) -> Rendered:
+    read, texts, length = set[tuple[str, str]](), list[str](), 0
+    for text in template.generate(messages=[_Message(message, read) for message in messages], **variables):
+        texts.append(text)
+        length += len(text)
+        if length > MAX_CHARACTERS:
+            raise jinja2.TemplateError(f"it writes more than {MAX_CHARACTERS:,} characters")
+    return Rendered("".join(texts), read)
 
 
 class _Message(dict[str, Any]):
@@ -135,3 +276,7 @@ def _to_json(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+if __name__ == "__main__":
+    main()

@@ -32,6 +32,7 @@ from titanlite.models.hf_config import read_family
 from titanlite.runtime.process import pick_device
 from titanlite.tokenizers.base import Tokenizer
 from titanlite.tokenizers.huggingface import HuggingFace
+from titanlite.tokenizers.template import TemplateLimitError
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Source:
         chat = self.tokenizer.chat_format()
         try:
             prompt = chat.encode(chat.render(messages, add_generation_prompt=True)).ids.tolist()
-        except ValueError as e:
+        except (ValueError, TemplateLimitError) as e:
             raise ConfigError(str(e)) from None
         yield from self.continued(prompt, config, seed)
 

@@ -3,10 +3,12 @@ never makes a control token; a template that does not mark the assistant's text 
 
 from __future__ import annotations
 
+import gc
 import json
 import pickle
 import re
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from tests.support.chats import (
     write_tokenizer,
 )
 from titanlite.config.component import ConfigError
+from titanlite.tokenizers import template
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tokenizers.chat import ChatFormat, ChatTokens
 from titanlite.tokenizers.huggingface import HuggingFace
@@ -406,6 +409,78 @@ def test_every_field_is_read(tmp_path: Path, body: str, reads: bool) -> None:
     assert chat.render([USER, ANSWER]).assistant  # control
     with pytest.raises(ValueError, match="has `tools`, which"):
         chat.render([USER, ANSWER], tools=[{"name": "len"}])
+
+
+def test_a_conversation_with_all_characters_or_too_many_is_refused(chatml: ChatFormat) -> None:
+    characters = "".join(map(chr, [*range(33, 127), *range(0x13000, 0x13430)]))
+    for cut in (0, 1):  # not enough characters for the punctuation, and not for any
+        with pytest.raises(ValueError, match="with almost all hieroglyphs"):
+            chatml.render([USER | {"content": characters[: len(characters) - cut]}, ANSWER])
+    assert chatml.render([USER | {"content": characters[:-40]}, ANSWER]).assistant  # control
+    with pytest.raises(ValueError, match="more than 4,194,304 characters"):
+        chatml.render([USER | {"content": "a" * (4 << 20)}, ANSWER])
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
+CPU, MEMORY = "t.jinja takes more than 0.3 s of CPU", "t.jinja takes more than 2 GiB of memory"
+HOSTILE = {
+    "loops": (ENDLESS.replace("BODY", ""), CPU),
+    "long": ("{{ 1 }}" * 100_000, CPU),
+    "multiply": ("{{ 'x' * 10**10 }}", MEMORY),
+    "double": (
+        "{% set n = namespace(x='x') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "t.jinja takes more",
+    ),
+    "width": ("{{ '%10000000000d' % 1 }}", MEMORY),
+    "deep": (
+        "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}",
+        "t.jinja: not a valid template: RecursionError: ",
+    ),
+    "output": (ENDLESS.replace("BODY", "x" * 99), "refuses this conversation: it writes more than 4,194,304"),
+    "codec": ("{{ 'a'.encode('nope') }}", "refuses this conversation: LookupError: unknown encoding: nope"),
+    "index": ("{{ '{}'.format() }}", "refuses this conversation: IndexError: "),
+    "lines": ("{{ raise_exception('a\n\nb' * 9999) }}", "refuses this conversation: a ba b"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_templates_end_with_one_line(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, chatml: ChatFormat
+) -> None:
+    monkeypatch.setattr(template, "CPU_S", 0.3)
+    body, reason = HOSTILE[kind]
+    folder = write_tokenizer(tmp_path / "t", None)
+    (tmp_path / "t.jinja").write_text(GENERATION.replace("BODY", "{{ m.content }}") + body)
+    with pytest.raises(ValueError, match=re.escape(reason)) as e:
+        format_of(folder, chat_template=str(tmp_path / "t.jinja")).render([USER, ANSWER])
+    assert "\n" not in str(e.value)
+    assert chatml.render([USER, ANSWER]).assistant  # others are rendered as before
+
+
+def test_a_template_that_takes_too_much_for_some_conversations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template, "CPU_S", 0.3)
+    late = "{% if messages | length > 3 %}{{ 'x' * 10**10 }}{% endif %}"
+    chat = format_of(write_tokenizer(tmp_path / "t", late + GENERATION.replace("BODY", "{{ m.content }}")))
+    assert chat.render([USER, ANSWER]).assistant
+    with pytest.raises(template.TemplateLimitError, match="takes more than 2 GiB of memory"):
+        chat.render([USER, ANSWER] * 2)
+
+
+def test_the_process_that_renders_ends_with_the_templates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template, "_processes", weakref.WeakValueDictionary())
+    chats = [format_of(write_tokenizer(tmp_path / name, CHATML)) for name in "ab"]
+    (process,) = {chat._compiled._process._popen for chat in chats}
+    for chat in chats:
+        assert process.poll() is None
+        chat.render([USER, ANSWER])
+    chats.clear()
+    del chat
+    gc.collect()
+    assert process.poll() is not None
 
 
 def test_the_message_of_a_template_is_the_reason(tmp_path: Path) -> None:

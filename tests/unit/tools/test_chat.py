@@ -87,6 +87,19 @@ def test_a_tokenizer_without_a_template_is_told(
     assert "has no chat template" in err.strip().splitlines()[-1]
 
 
+@pytest.mark.parametrize("length", [0, 3, 99])
+def test_a_template_that_takes_too_much_is_told(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], length: int
+) -> None:
+    other = tmp_path / "m"
+    shutil.copytree(folder, other)
+    bomb = f"{{% if messages[-1].content | length >= {length} %}}{{{{ 'x' * 10**10 }}}}{{% endif %}}"
+    (other / "chat_template.jinja").write_text(bomb + CHATML)
+    code, _, err = chat(other, capsys, "--prompt=abc")
+    told = "chat_template.jinja takes more than 2 GiB of memory for a conversation\n"
+    assert (code, err.endswith(told)) == ((2, True) if length < 99 else (0, False))
+
+
 def test_a_template_that_does_not_train_the_end_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
