@@ -9,6 +9,7 @@ COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE run_train.sh ./
 COPY titanlite titanlite
 COPY train_configs train_configs
 COPY assets/tokenizer assets/tokenizer
+COPY assets/chat_template.jinja assets/
 RUN pip install --no-cache-dir '.[data,float8,tokenizer]'
 
 # Paths in a TOML file are relative to this folder: mount the host's folder here.

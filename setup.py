@@ -1,5 +1,5 @@
-"""Puts train_configs/ and assets/tokenizer/ into the wheel, which lie beside the package in the tree. The
-rest of the build is described in pyproject.toml."""
+"""Puts train_configs/, assets/tokenizer/ and assets/chat_template.jinja into the wheel, which lie beside the
+package in the tree. The rest of the build is described in pyproject.toml."""
 
 from pathlib import Path
 
@@ -15,6 +15,8 @@ class BuildWithData(build_py):
         if not self.editable_mode:
             for folder in ("train_configs", "assets/tokenizer"):
                 self.copy_tree(folder, str(Path(self.build_lib) / "titanlite" / folder))
+            template = "assets/chat_template.jinja"
+            self.copy_file(template, str(Path(self.build_lib) / "titanlite" / template))
 
 
 setup(cmdclass={"build_py": BuildWithData})

@@ -23,7 +23,7 @@ SHIPPED = [
     for folder in ("train_configs", "assets/tokenizer")
     for p in (ROOT / folder).iterdir()
     if p.suffix in (".toml", ".tiktoken")
-]
+] + ["assets/chat_template.jinja"]
 
 
 @pytest.fixture(scope="module")

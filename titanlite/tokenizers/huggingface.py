@@ -264,7 +264,8 @@ class HuggingFaceTokenizer(Tokenizer):
                 template = defaults[0].get("template") if defaults else None
             if not isinstance(template, str):
                 raise ConfigError(
-                    f"the tokenizer {self.config.label} has no chat template: give the file of one",
+                    f"the tokenizer {self.config.label} has no chat template: give the file of one, such "
+                    "as assets/chat_template.jinja, which needs no special tokens for roles",
                     "tokenizer.chat_template",
                 )
             return template, str(file)

@@ -615,6 +615,7 @@ def test_the_key_of_the_template_is_the_tokenizers(
     assert cli.run(["train", str(write_toml(tmp_path, corpus)), sources, *words]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert f"tokenizer.chat_template: the tokenizer huggingface {folder} has no chat template" in last
+    assert "such as assets/chat_template.jinja" in last
     assert "data.sources" not in last
 
 
