@@ -67,7 +67,7 @@ def read_conversations(
     for place, line in lines:
         try:
             record = _without(corpus.record_of(line, limits), ignore)
-            rendered = chat.render(messages_of(record, chat, ignore), tools_of(record))
+            rendered = chat.render(messages_of(record, chat), tools_of(record))
             text = corpus.checked(rendered.text, "conversation")
         except TemplateLimitError as e:
             raise ConfigError(f"{corpus.where(file, place)}: {e}") from None
@@ -78,12 +78,16 @@ def read_conversations(
 
 
 def _without(record: dict[str, Any], ignore: Container[str]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key not in ignore}
+    """Return a conversation without some fields, also of its messages."""
+
+    def kept(value: Any) -> Any:
+        return {k: v for k, v in value.items() if k not in ignore} if isinstance(value, dict) else value
+
+    lists = {key: list(map(kept, record[key])) for key in LISTS if isinstance(record.get(key), list)}
+    return kept(record | lists)
 
 
-def messages_of(
-    record: dict[str, Any], chat: ChatFormat, ignore: Container[str] = ()
-) -> list[dict[str, Any]]:
+def messages_of(record: dict[str, Any], chat: ChatFormat) -> list[dict[str, Any]]:
     """Return the messages in a JSON object; `system` beside them is the first one. Other fields of a message,
     such as `tool_calls`, are kept; those that are null are left out, as in transformers. Raises ValueError,
     also for a role that `chat` does not know, and for a field beside the messages that nothing reads."""
@@ -96,7 +100,7 @@ def messages_of(
         raise ValueError(f"`{key}` is not a list of messages")
     if others := unread(record, FIELDS):
         raise ValueError(f"the conversation has `{others[0]}`, which nothing reads: {REMEDY}")
-    messages = [_message(message, f"{key}[{i}]", chat, ignore) for i, message in enumerate(record[key])]
+    messages = [_message(message, f"{key}[{i}]", chat) for i, message in enumerate(record[key])]
     if (system := record.get("system")) in (None, ""):
         return messages
     if not isinstance(system, str):
@@ -119,10 +123,9 @@ def tools_of(record: dict[str, Any]) -> list[Any] | None:
     return tools
 
 
-def _message(message: Any, name: str, chat: ChatFormat, ignore: Container[str]) -> dict[str, Any]:
+def _message(message: Any, name: str, chat: ChatFormat) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError(f"{name} is not an object with a role and a content")
-    message = _without(message, ignore)
     if message.get("from") is not None and message.get("role") is None:
         others = dict(message)
         role, content = others.pop("from"), others.pop("value", None)
@@ -181,7 +184,7 @@ def _rows(split: FileSplit, on_bad: OnBad, ignore: Container[str]) -> Iterator[t
             raise ConfigError(f"{corpus.where(file, first)} or later: damaged parquet: {e}") from None
         for row, record in enumerate(records, first):
             try:
-                line = json.dumps(_as_json(record, "")).encode()
+                line = json.dumps(_as_json(_without(record, ignore), "")).encode()
             except ValueError as e:
                 on_bad(file, row, str(e))
             else:

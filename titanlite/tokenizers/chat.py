@@ -108,8 +108,9 @@ class ChatFormat:
     ) -> RenderedChat:
         """Return the text of a conversation. `add_generation_prompt`: end with the beginning of an answer.
 
-        Raises ValueError, with the template's own message if it has one, for a conversation that the template
-        refuses, for one with tool calls that the template leaves out, for one without text of the assistant,
+        Messages of the assistant whose weight is 0 (`message_fields.untrained`) are not in its ranges. Raises
+        ValueError, with the template's own message if it has one, for a conversation that the template
+        refuses, for one with fields that nothing reads, for one without text of the assistant to train on,
         unless the answer is yet to be written, for one of which the template marks a text of another role as
         the assistant's or of which that cannot be seen, and for one that makes a control token in a way that
         cannot be followed."""
@@ -122,7 +123,7 @@ class ChatFormat:
                 spans = self._trained(messages, tools, skipped, spans)
             if all(begin == end for begin, end in spans):
                 raise ValueError(
-                    "a conversation without text of the assistant, or without any that is trained on, has no "
+                    "a conversation without text of the assistant, or without any whose weight is 1, has no "
                     "token to train on"
                 )
             self._check_marks(messages, tools)

@@ -382,6 +382,8 @@ def test_parquet_with_values_that_json_does_not_have(tmp_path: Path, tokenizer: 
     assert reason.endswith(
         "row 1: messages[0].at is a datetime, which JSON does not have: write it as text, or remove it"
     )
+    (split,) = split_conversations([tmp_path / "a.parquet"])
+    assert len(list(read_conversations(split, chat, corpus.stop, corpus.DEFAULT_LIMITS, ["at"]))) == 2
 
 
 def test_parquet_gives_no_row_the_fields_of_another(tmp_path: Path) -> None:

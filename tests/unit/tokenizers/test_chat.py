@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import pickle
 import re
 import shutil
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -350,7 +352,7 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "len"}]}
         ([USER, {"role": "assistant"}], r"'content'; messages\[1\] has no `content`: give it \"content\": "),
         ([USER | {"prefix": True}, ANSWER], r"messages\[0\] has `prefix`, which \S* does not read"),
         ([USER, ANSWER | {"content": " \n", "weight": 1}], r"messages\[1\] is an empty answer"),
-        ([USER, ANSWER | {"weight": 0}], "or without any that is trained on"),
+        ([USER, ANSWER | {"weight": 0}], "or without any whose weight is 1"),
         ([USER, ANSWER | {"weight": 0.5}], r"messages\[1\] has `weight` = 0.5; the only weights are 0 or"),
         ([USER, ANSWER | {"loss_mask": [0, 1]}], r"messages\[1\] has `loss_mask` = \[0, 1\]; the only"),
         ([USER, ANSWER | {"train": "no"}], r"messages\[1\] has `train` = \"no\"; the only weights are 0"),
@@ -481,6 +483,17 @@ def test_the_process_that_renders_ends_with_the_templates(
     del chat
     gc.collect()
     assert process.poll() is not None
+
+
+def test_a_fork_renders_in_another_process(chatml: ChatFormat) -> None:
+    expected = chatml.render([USER, ANSWER])
+    if (pid := os.fork()) == 0:
+        code = 1
+        with suppress(BaseException):  # ends in any case
+            code = 0 if chatml.render([USER, ANSWER]) == expected else 2
+        os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert chatml.render([USER, ANSWER]) == expected
 
 
 def test_the_message_of_a_template_is_the_reason(tmp_path: Path) -> None:
