@@ -331,14 +331,18 @@ class ChatFormat:
         plain.template = re.sub(r"({%[-+]?\s*)generation\b", r"\1if true", ended)
         try:
             plain._compiled = Template(plain.template)
-            for messages, add_prompt in product((PROBE, PROBE[1:] * 2), (False, True)):
-                with suppress(ValueError):  # a template for other conversations
-                    text = self._rendered([messages, None], add_prompt).text
-                    if plain._rendered([messages, None], add_prompt).text != text:
-                        return self.template
         except (TemplateError, TemplateLimitError):
             return self.template
-        return plain.template
+        probes = product((PROBE, PROBE[1:] * 2), (False, True))
+        is_equal = all(plain._probed(*probe) == self._probed(*probe) for probe in probes)
+        return plain.template if is_equal else self.template
+
+    def _probed(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str | None:
+        """Return the text of a probe; None if the template refuses it."""
+        try:
+            return self._rendered([messages, None], add_generation_prompt).text
+        except ValueError:
+            return None
 
     @cached_property
     def _compiled(self) -> Template:

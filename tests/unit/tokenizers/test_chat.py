@@ -587,6 +587,15 @@ def test_known_roles(chatml: ChatFormat, tmp_path: Path) -> None:
     assert format_of(write_tokenizer(tmp_path / "t", template)).has_role("ipython")
 
 
+def test_a_template_without_marks_renders_alike_or_keeps_them(chatml: ChatFormat) -> None:
+    assert "generation" not in re.sub("add_generation_prompt", "", chatml.unmarked_template())
+    marks = "{% generation %}{{ m.content }}{% endgeneration %}"
+    body = "{% for m in messages %}{% if m.role == 'assistant' %}" + marks
+    body += "{% else %}{{ '{% generation %}' if m.role == 'system' }}{% endif %}{% endfor %}"
+    quoted = ChatFormat(body, "t.jinja", chatml._tokenizer_json, {})
+    assert quoted.unmarked_template() == body  # the text in quotes would change with the marks
+
+
 def test_blocks_in_blocks_are_refused(tmp_path: Path) -> None:
     nested = "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}"
     chat = format_of(write_tokenizer(tmp_path / "t", nested))
