@@ -29,7 +29,7 @@ CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 PUBLIC_KEYS = ROOT / "tests" / "golden" / "public_keys.txt"
 REFERENCES = {"config.md": "config", "prepare.md": "prepare"}
 SCHEMAS = {"job": Job, "prepare": Prepare}
-UPDATE = "python tests/test_configs.py --update"
+UPDATE = "python -m tests.test_configs --update"
 
 # The smallest of these that a file's parallelism and global batch divide over is what it is checked on.
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -95,10 +95,10 @@ def check_content(file: Path, beginning: bytes) -> None:
     """Raise ConfigError for a file that is not plain text, by its name or by how its content begins."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     known = SIGNATURES if set(suffixes[-2:]) & set(PLAIN_TEXT) else (*SIGNATURES, *STRUCTURES)
-    found = [(name, advice) for pattern, name, advice in known if re.match(pattern, beginning)]
+    formats = [(name, advice) for pattern, name, advice in known if re.match(pattern, beginning)]
     if {".csv", ".tsv"} & set(suffixes[-2:]):
-        found = [("CSV or TSV", CONVERT)]
-    if found:
-        (name, advice), *_ = found
+        formats = [("CSV or TSV", CONVERT)]
+    if formats:
+        (name, advice), *_ = formats
         plain = ", or .txt to read the file as one document" if name == "JSON" else ""
         raise ConfigError(f"{file} looks like {name}, but its name says plain text: {advice}{plain}")
