@@ -1,7 +1,7 @@
 """Pins what users' files rest on: every file in train_configs/ loads, checks and reads back from its dump;
 the table of keys in the package and the reference in docs/ are current; and the set of public keys is the
-frozen one, so that adding or dropping a key is a deliberate act. After such a change, `python
-tests/test_configs.py --update` writes tests/golden/public_keys.txt, the table and the references anew.
+frozen one, so that adding or dropping a key is a deliberate act. After such a change, `python -m
+tests.test_configs --update` writes tests/golden/public_keys.txt, the table and the references anew.
 """
 
 from __future__ import annotations
