@@ -371,6 +371,20 @@ def run_folder(path: Path, tree: dict[str, Any]) -> Path | None:
     return folder.parents[len(parts)] if inside else None
 
 
+def build_tokenizer(job: Job, source: str | Path = "") -> Tokenizer:
+    """The tokenizer of a job. Raises ConfigError, which names the copy that the run has in its folder, or the
+    run of the weights at `source`, by default checkpoint.initial_load_path."""
+    try:
+        return job.tokenizer.build()
+    except ConfigError as e:
+        source = Path(source or job.checkpoint.initial_load_path or job.folder)
+        for folder in (job.folder, source, *source.parents[:2]):  # a run, its checkpoints, or one of these
+            copy = getattr(job.tokenizer.in_folder(folder / TOKENIZER), "path", "")
+            if copy and Path(copy).exists():
+                raise ConfigError(f"{e}; a run has a copy: --tokenizer.path={copy}", e.key) from None
+        raise
+
+
 def open_recorded_tokenizer(job: Job, checkpoint: Path, fingerprint: str) -> Tokenizer:
     """The tokenizer of a checkpoint with the recorded job `job`: the one at the job's path or, if its files
     are missing or have changed, the copy in the run folder. `fingerprint`: recorded in the checkpoint; "" is

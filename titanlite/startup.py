@@ -37,7 +37,7 @@ from titanlite.interop.exporter import Exporter
 from titanlite.interop.formats import locate_base
 from titanlite.interop.initial import check_initial, load_base, load_initial
 from titanlite.interop.weights import ModelAndTokenizer
-from titanlite.job import TOKENIZER, Job
+from titanlite.job import TOKENIZER, Job, build_tokenizer
 from titanlite.log import logger
 from titanlite.metrics.meter import Meter, StepCost
 from titanlite.metrics.sinks.base import RunInfo, Sinks
@@ -98,7 +98,7 @@ def parallel_settings(job: Job, rt: Runtime, attention: AttentionBackend) -> Par
 
 def open_tokenizer(job: Job) -> Tokenizer:
     """The job's tokenizer. Raises ConfigError if it has ids that the model's vocabulary lacks."""
-    tokenizer = job.tokenizer.build_or_name_copy(job.folder / TOKENIZER)
+    tokenizer = build_tokenizer(job)
     job.model.check_vocabulary(tokenizer.vocab_size)
     return tokenizer
 

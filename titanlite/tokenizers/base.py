@@ -132,15 +132,6 @@ class TokenizerConfig(Component, kind="tokenizer", makes=(Tokenizer,)):
             if not copy.is_file() or copy.read_bytes() != content:
                 write_atomically(copy, content)
 
-    def build_or_name_copy(self, folder: Path) -> Tokenizer:
-        """Return the tokenizer. Raises ConfigError, which names the copy of the files in `folder`, if any."""
-        try:
-            return self.build()
-        except ConfigError as e:
-            path = getattr(self.in_folder(folder), "path", "")
-            advice = f"; the run has a copy: --tokenizer.path={path}" if path and Path(path).exists() else ""
-            raise ConfigError(f"{e}{advice}", e.key) from None
-
 
 def read_bytes(path: str, key: str) -> bytes:
     """Read a file. Raises ConfigError for the key `key`, with the folder of a relative path."""

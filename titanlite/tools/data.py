@@ -50,7 +50,7 @@ from titanlite.data.sharded_tokens import ShardedTokens
 from titanlite.data.shards import TokenShards
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.sources import short_names
-from titanlite.job import Job, load_job
+from titanlite.job import Job, build_tokenizer, load_job
 from titanlite.log import for_terminal, tell
 from titanlite.stages import Stages, check_stages, label
 from titanlite.tokenizers.base import Tokenizer, TokenizerConfig
@@ -162,7 +162,7 @@ def _show(argv: Sequence[str]) -> int:
 def _show_run(job: Job, numbers: Sequence[int]) -> None:
     """Print training sequences of a run."""
     check_stages(job.stages, job.training, short_names(job.data.sources))
-    tokenizer = job.tokenizer.build()
+    tokenizer = build_tokenizer(job)
     sequences = numbered(job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed))
     stages = None
     if job.stages or job.training.batch_ramp:

@@ -16,7 +16,7 @@ from titanlite.interop.formats import open_weights
 from titanlite.interop.huggingface import warn_of_generation_settings
 from titanlite.interop.initial import TO_CHANGE_IT
 from titanlite.interop.weights import ModelAndTokenizer, check_tokenizer
-from titanlite.job import load_job
+from titanlite.job import build_tokenizer, load_job
 from titanlite.log import set_up_logging, tell
 
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     weights = open_weights(options.source, job.model, check_base=True)
     if weights.kind == "titanlite":
         check_hashes(weights.path)
-    tokenizer = job.tokenizer.build()
+    tokenizer = build_tokenizer(job, weights.path)
     check_tokenizer(weights, tokenizer, TO_CHANGE_IT)
     tell(f"using {weights.path}")
     form = ExportFormat(

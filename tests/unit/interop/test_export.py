@@ -438,6 +438,8 @@ def test_another_tokenizer_than_the_runs_is_refused(run: Job, tmp_path: Path, ca
     with pytest.raises(ConfigError, match=rf"mine\.tiktoken.*: --tokenizer\.path={copy}$"):
         train(job)
     train(load_job(job.folder / "job.toml", [f"--tokenizer.path={copy}"]))
+    with pytest.raises(ConfigError, match=rf"; a run has a copy: --tokenizer\.path={copy}$"):
+        train(make_job(tmp_path, corpus, *start, name="branch"))
 
 
 # ---- a family without a Hugging Face form
