@@ -265,6 +265,11 @@ class Job:
         training.global_batch_size, with -1 resolved."""
         return Stages(self.stages, self.training, self.lr_scheduler, batch_size)
 
+    def learning_rate(self, stages: Stages, step: int, first_sequence: int) -> float:
+        """The learning rate in a step that begins with sequence `first_sequence`, without the multipliers of
+        parameter groups. `stages`: of `open_stages`."""
+        return self.optimizer.lr * stages.lr_factor(step, first_sequence)
+
     def check_steps(self, batch_size: int) -> None:
         """Raises ConfigError for numbers of steps that do not fit together."""
         steps, stages = self.training.steps, self.open_stages(batch_size)

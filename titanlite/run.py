@@ -45,7 +45,7 @@ from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.runtime.runtime import Runtime
 from titanlite.runtime.signals import Stopped, StopRequests
 from titanlite.stages import Stages
-from titanlite.startup import last_sequence, learning_rate
+from titanlite.startup import last_sequence
 from titanlite.tasks.requests import OpenTask
 from titanlite.tokenizers.base import Tokenizer
 
@@ -259,7 +259,7 @@ class Run:
             "train/targets": targets,
             "train/grad_norm": norm.item(),
             "train/skipped_steps": self.guard.skipped_steps(),
-            "train/learning_rate": learning_rate(self.job, self.stages, self.state.step, first_sequence),
+            "train/learning_rate": self.job.learning_rate(self.stages, self.state.step, first_sequence),
             "progress/total_tokens": int(self.state.tokens),
             "progress/sequences": self.state.num_sequences,
             "progress/remaining_tokens": (self.last_sequence() - self.state.num_sequences) * seq_len,

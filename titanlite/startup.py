@@ -290,12 +290,13 @@ NOT_LOGGED = (
 )  # fmt: skip
 
 
-def log_changes(job: Job, rt: Runtime, checkpoints: Checkpointer) -> None:
-    """Log each key whose value differs from the job of the checkpoint that the run resumes."""
+def log_changes(job: Job, rt: Runtime, checkpoints: Checkpointer, stages: Stages, state: TrainState) -> None:
+    """Log each key whose value differs from the job of the checkpoint that the run resumes, and by how much
+    this changes the learning rate of the next step."""
     path, train = checkpoints.resumed_path, checkpoints.resumed_train
     if path is None or train is None or rt.rank > 0:
         return
-    saved, _ = toml.read(path / "job.toml")  # not built: nothing that the file names is imported
+    saved, locator = toml.read(path / "job.toml")  # nothing that the file names is imported
     now = toml.as_tree(job)
     saved.setdefault("training", {})["global_batch_size"] = train["global_batch_size"]
     now["training"]["global_batch_size"] = rt.batch.global_size  # the resolved number, if it is -1
@@ -304,12 +305,13 @@ def log_changes(job: Job, rt: Runtime, checkpoints: Checkpointer) -> None:
     for key, before, after in changes:
         if before != after:
             logger.info(f"changed since step {train['step']}: {key} {spell(before)} -> {spell(after)}")
-
-
-def learning_rate(job: Job, stages: Stages, step: int, first_sequence: int) -> float:
-    """The learning rate in a step that begins with sequence `first_sequence`, without the multipliers of
-    parameter groups."""
-    return job.optimizer.lr * stages.lr_factor(step, first_sequence)
+    next_step = state.step + 1, state.next_sequence
+    with suppress(ConfigError):  # a component of the file that is no longer imported
+        then = toml.build(Job, saved, locator)
+        rate = then.learning_rate(then.open_stages(train["global_batch_size"]), *next_step)
+        new = job.learning_rate(stages, *next_step)
+        if new != rate and state.step < job.training.steps:
+            logger.info(f"these change the learning rate of step {state.step + 1}: {rate:.3g} -> {new:.3g}")
 
 
 def summary(job: Job, net: Decoder, num_ids: int | None) -> list[str]:

@@ -101,7 +101,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         guard = StepGuard(job.guard, rt.device, rt.world_size, stages.loss_changes)
         if checkpoints.resumed_train is not None:
             guard.load_state_dict(checkpoints.resumed_train["guard"])
-    startup.log_changes(job, rt, checkpoints)
+    startup.log_changes(job, rt, checkpoints, stages, state)
     startup.write_run_files(job, rt, checkpoints, sequences)
     startup.log_steps(job, stages, sequences, checkpoints.resumed_train)
     return Run(

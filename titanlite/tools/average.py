@@ -25,7 +25,6 @@ from titanlite.log import set_up_logging
 from titanlite.metrics.decisions import StepSequences
 from titanlite.options import Options
 from titanlite.progress import Progress
-from titanlite.startup import learning_rate
 
 MAX_CHANGE = 1.1  # of the learning rate: the largest divided by the smallest
 MAX_LISTED = 20  # steps named in an error message
@@ -106,7 +105,7 @@ def _check_learning_rates(jobs: Sequence[Job], trains: Sequence[dict[str, Any]])
         sequences.load_state_dict(train["guard"]["sequences"])
         first_sequence, _ = sequences.between(step, step)
         stages = job.open_stages(train["global_batch_size"])
-        rates[step] = learning_rate(job, stages, step, first_sequence)
+        rates[step] = job.learning_rate(stages, step, first_sequence)
     high, low = max(rates, key=lambda step: rates[step]), min(rates, key=lambda step: rates[step])
     if rates[high] > MAX_CHANGE * rates[low]:
         raise ConfigError(

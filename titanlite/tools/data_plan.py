@@ -223,7 +223,7 @@ class _Planner:
 
     def _rate(self, step: int) -> float:
         position = self.stages.step_sizes.position_after(step - 1)
-        return startup.learning_rate(self.job, self.stages, step, position)
+        return self.job.learning_rate(self.stages, step, position)
 
     def _source(self, name: str, reads: SourceReads, first: int, end: int) -> PlannedSource:
         before, after = reads.taken(first), reads.taken(end)

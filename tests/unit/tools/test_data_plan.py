@@ -69,7 +69,7 @@ def trained(job: Job) -> list[dict[str, Any]]:
     names, position, counts, all_sequences = sequences.source_names, 0, dict[str, int](), []
     for step in range(1, job.training.steps + 1):
         size = stages.step_sizes.at(position).global_batch_size
-        rate = startup.learning_rate(job, stages, step, position)
+        rate = job.learning_rate(stages, step, position)
         for number in range(position, position + size):
             name = names[int(sequences.source_ids([number])[0])]
             own = counts[name] = counts.get(name, -1) + 1
