@@ -115,7 +115,7 @@ def _folder(job: Job, options: Namespace) -> Path:
 def _check(job: Job) -> None:
     """Raise ConfigError for a job whose smaller models cannot be compared with it."""
     if not job.validation.enable:
-        raise ConfigError("a ladder compares validation losses: set it to true", "validation.enable")
+        raise ConfigError("a ladder compares validation losses; set this key to true", "validation.enable")
     for key in ("total_steps", "decay_start"):
         if getattr(job.lr_scheduler, key, 0) not in (0, -1):
             raise ConfigError(

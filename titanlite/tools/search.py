@@ -38,6 +38,12 @@ from titanlite.report.recorded_run import read_run
 from titanlite.report.terminal import table
 from titanlite.tools.trial_runs import Record, Trainer, TrialRun, keys_of, stoppable
 
+# Keys that decide how a step is computed or what is written, but not the loss.
+SAME_LOSS = (
+    "activation_checkpoint.", "checkpoint.", "comm.", "compile.", "data.cache_dir", "data.num_workers",
+    "generation.", "job.", "metrics.", "parallelism.", "profiling.", "training.gc_freq",
+)  # fmt: skip
+
 
 class Run(NamedTuple):
     """A run: its rung, from 0, its settings, and its seed if that is not training.seed."""
@@ -143,10 +149,17 @@ def _open(options: Namespace, axes: list[Axis], rest: list[str]) -> Search:
 def _check(job: Job, axes: Sequence[Axis], num_rungs: int) -> None:
     """Raise ConfigError for a job whose runs cannot be compared."""
     if not job.validation.enable:
-        raise ConfigError("a search compares validation losses: set it to true", "validation.enable")
+        raise ConfigError("a search compares validation losses; set this key to true", "validation.enable")
     for axis in axes:
         if axis.key in ("training.steps", "training.seed", "job.dump_folder"):
             raise ConfigError(f"command line, --{axis.key}: a search sets this key itself")
+        is_batch = axis.key == "training.local_batch_size" and job.training.global_batch_size > 0
+        if is_batch or axis.key.startswith(SAME_LOSS):
+            fixed = " with a fixed global_batch_size" * is_batch
+            raise ConfigError(
+                f"command line, --{axis.key}: a search compares losses, which this key does not "
+                f"change{fixed}; compare speeds by --find-batch, or by runs"
+            )
     if num_rungs == 1:
         return
     advice = "; --rungs=1 trains every run whole"

@@ -48,7 +48,7 @@ def written(folder: Path) -> dict[str, Job]:
         (["--ratios=20,0"], "'0' of '20,0' is not a number such as 20 or 0.5, from 0.000001 to 999999"),
         (["--ratios=20,20.0"], "'20,20.0' has a number twice"),
         (["--coordinate-check"], "command line, --ladder: not together with --coordinate-check"),
-        (["--validation.enable=false"], "a ladder compares validation losses: set it to true"),
+        (["--validation.enable=false"], "a ladder compares validation losses; set this key to true"),
         (["--lr_scheduler.decay_start=7"], "must end with the run: leave it out"),
         (
             ['--stages=[{until="end"}]'],

@@ -31,7 +31,13 @@ def command(folder: Path, corpus: Path, *words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--optimizer.lr=1e-3"], "name what to do: a range to search, such as --optimizer.lr=1e-4:3e-3:5"),
+        (["--optimizer.lr=1e-3"], "or a search, which needs two or more values of a key: --optimizer.lr="),
+        (["--optimizer.lr=1e-3, 2e-3"], "or, without spaces, --optimizer.lr=1e-4,3e-4"),
+        (
+            ["--training.local_batch_size=1:4:3"],
+            "a search compares losses, which this key does not change with a fixed global_batch_size; ",
+        ),
+        (["--compile.enable=true,false"], "--compile.enable: a search compares losses, which this key does"),
         (["--optimizer.lr=2:1:3"], "--optimizer.lr: 2:1:3 is not LOW:HIGH:NUM with 0 < LOW < HIGH"),
         (["--optimizer.lr=1e-3:4e-3"], "--optimizer.lr: 1e-3:4e-3 is not LOW:HIGH:NUM"),
         (["--optimizer.lr=1:2:9999"], "--optimizer.lr: only 2 of its 9999 values differ when rounded"),
@@ -44,7 +50,7 @@ def command(folder: Path, corpus: Path, *words: str) -> list[str]:
         ([RANGE, "--rungs=0"], "--rungs: 0 is below 1"),
         (
             [RANGE, "--validation.enable=false"],
-            "command line, --validation.enable: a search compares validation losses: set it to true",
+            "command line, --validation.enable: a search compares validation losses; set this key to true",
         ),
         (["--training.steps=4:8:2"], "--training.steps: a search sets this key itself"),
         (
