@@ -231,8 +231,10 @@ def _finished(run: RecordedRun, allow_imports: bool) -> FinishedRun:
     """A run's size and final loss. Raises ConfigError, without the run's name, if it cannot be used."""
     job = load_job(run.folder / "job.toml", world_size=None, allow_imports=allow_imports)
     last, steps = run.records[-1]["step"] if run.records else 0, job.training.steps
-    if last != steps:
+    if last < steps:
         raise ConfigError(f"it has not ended: it is at step {last} of {steps}")
+    if last > steps:
+        raise ConfigError(f"it took {last} steps, but its job.toml has training.steps = {steps}: correct it")
     losses, rates, tokens = (run.series(key).finite() for key in (LOSS, RATE, TOKENS))
     if not len(losses) or losses.steps[-1] != last:
         raise ConfigError(f"it has no {LOSS} after its last step: it ran without validation.enable")

@@ -156,6 +156,10 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: change_file(folder, "job.toml", "steps = 8000", "steps = 9000"),
         "it has not ended: it is at step 8000 of 9000",
     ),
+    "fewer steps than taken": (
+        lambda folder: change_file(folder, "job.toml", "steps = 8000", "steps = 7000"),
+        "it took 8000 steps, but its job.toml has training.steps = 7000: correct it",
+    ),
     "no validation": (
         lambda folder: change_last(folder, **{"eval/loss": None}),
         "it has no eval/loss after its last step",
