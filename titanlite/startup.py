@@ -290,21 +290,23 @@ NOT_LOGGED = (
 )  # fmt: skip
 
 
-def log_changes(job: Job, rt: Runtime, checkpoints: Checkpointer, stages: Stages, state: TrainState) -> None:
+def log_changes(
+    job: Job, rt: Runtime, checkpoints: Checkpointer, stages: Stages, state: TrainState
+) -> list[str]:
     """Log each key whose value differs from the job of the checkpoint that the run resumes, and by how much
-    this changes the learning rate of the next step."""
+    this changes the learning rate of the next step. Returns the changes, on rank 0."""
     path, train = checkpoints.resumed_path, checkpoints.resumed_train
     if path is None or train is None or rt.rank > 0:
-        return
+        return []
     saved, locator = toml.read(path / "job.toml")  # nothing that the file names is imported
     now = toml.as_tree(job)
     saved.setdefault("training", {})["global_batch_size"] = train["global_batch_size"]
     now["training"]["global_batch_size"] = rt.batch.global_size  # the resolved number, if it is -1
     changes = [("ranks", commit.read_manifest(path)["ranks"], rt.world_size)]
     changes += [change for change in differences(saved, now) if not change[0].startswith(NOT_LOGGED)]
-    for key, before, after in changes:
-        if before != after:
-            logger.info(f"changed since step {train['step']}: {key} {spell(before)} -> {spell(after)}")
+    texts = [f"{key} {spell(before)} -> {spell(after)}" for key, before, after in changes if before != after]
+    for text in texts:
+        logger.info(f"changed since step {train['step']}: {text}")
     next_step = state.step + 1, state.next_sequence
     with suppress(ConfigError):  # a component of the file that is no longer imported
         then = toml.build(Job, saved, locator)
@@ -312,6 +314,7 @@ def log_changes(job: Job, rt: Runtime, checkpoints: Checkpointer, stages: Stages
         new = job.learning_rate(stages, *next_step)
         if new != rate and state.step < job.training.steps:
             logger.info(f"these change the learning rate of step {state.step + 1}: {rate:.3g} -> {new:.3g}")
+    return texts
 
 
 def summary(job: Job, net: Decoder, num_ids: int | None) -> list[str]:
@@ -430,14 +433,17 @@ def open_loader(
     return SequenceLoader(sequences, micro_batches, job.data.num_workers, pin_memory)
 
 
-def open_meter(job: Job, rt: Runtime, flops_per_token: Mapping[int, int], resumed_step: int) -> Meter:
-    """The meter of a run that continues after `resumed_step` (0: a new run), and on rank 0 its open sinks."""
+def open_meter(
+    job: Job, rt: Runtime, flops_per_token: Mapping[int, int], resumed_step: int, changes: Sequence[str]
+) -> Meter:
+    """The meter of a run that continues after `resumed_step` (0: a new run), and on rank 0 its open sinks.
+    `changes`: those of `log_changes`."""
     sinks = Sinks({})
     if rt.rank == 0:
         run = RunInfo.of(job.folder, toml.as_tree(job), resumed_step, job.training.steps)
         sinks = job.metrics.open_sinks(run)
         if resumed_step:
-            sinks.event(resumed_step, "resumed")
+            sinks.event(resumed_step, "resumed", {"changed": "; ".join(changes)} if changes else {})
     cost = StepCost(
         seq_len=job.training.seq_len,
         world_size=rt.world_size,

@@ -101,7 +101,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         guard = StepGuard(job.guard, rt.device, rt.world_size, stages.loss_changes)
         if checkpoints.resumed_train is not None:
             guard.load_state_dict(checkpoints.resumed_train["guard"])
-    startup.log_changes(job, rt, checkpoints, stages, state)
+    changes = startup.log_changes(job, rt, checkpoints, stages, state)
     startup.write_run_files(job, rt, checkpoints, sequences)
     startup.log_steps(job, stages, sequences, checkpoints.resumed_train)
     return Run(
@@ -111,7 +111,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         sequences=sequences,
         stages=stages,
         tasks=tasks,
-        meter=startup.open_meter(job, rt, flops_per_token, state.step),
+        meter=startup.open_meter(job, rt, flops_per_token, state.step, changes),
         loader=startup.open_loader(job, rt, sequences, stages, state),
         model=model,
         optimizer=optimizer,

@@ -23,12 +23,12 @@ LAYOUT = {
     "expert_parallel_degree": "ep",
 }
 MAX_DEPTH = 50  # of tables in job.toml
+LR_CHANGE = re.compile(r"(?:^|; )optimizer\.lr (\S+) -> ([^\s;]+)")  # in a resume's `changed`
 NOT_COMPARED = {"job.dump_folder", "job.description"}
 
 
 def facts(run: RecordedRun, price: float | None = None) -> dict[str, str]:
     """Return what a table says about a run; unknown facts are empty. `price`: of a GPU hour."""
-    optimizer = [run.setting("optimizer.name"), run.setting("optimizer.lr")]
     speeds = run.series("throughput/tokens_per_second").finite().values
     mfu = run.series("throughput/mfu").finite().values
     hours, tokens = timeline(run).hours, run.last("progress/total_tokens")
@@ -39,9 +39,7 @@ def facts(run: RecordedRun, price: float | None = None) -> dict[str, str]:
         "tokens": short(tokens) if tokens is not None else "",
         "batch": _batch(run),
         "stages": _stages(run),
-        "optimizer": f"{_text(optimizer[0])}, peak learning rate {_text(optimizer[1])}"
-        if optimizer[0]
-        else "",
+        "optimizer": _optimizer(run),
         "layout": _layout(run),
         "hardware": f"{_text(run.env.get('world_size'))} x {_text(run.env.get('device'))}" if run.env else "",
         "versions": _versions(run),
@@ -66,10 +64,9 @@ def all_verdicts(runs: Sequence[RecordedRun]) -> list[tuple[str, list[Verdict], 
         verdicts = verdicts_of(run)
         note = "" if verdicts else "No verdict: nothing in the metrics stands out of their noise."
         if num < MIN_POINTS:
-            finite = f", {num} times with a finite loss" if num < len(run.records) else ""
             note = (
-                f"Too few losses to tell noise from a trend, which takes {MIN_POINTS}: the run was logged "
-                f"{len(run.records):,} times{finite}. metrics.log_freq sets how often it is logged."
+                f"Too few losses to tell noise from a trend, which takes {MIN_POINTS}: {_too_few(run, num)} "
+                "Looked for were losses that are not finite, skipped steps, rewinds and the guard's spikes."
             )
         sections.append((run.name, verdicts, note))
     for run in runs[1:]:
@@ -83,6 +80,18 @@ def all_verdicts(runs: Sequence[RecordedRun]) -> list[tuple[str, list[Verdict], 
         verdicts = pair_verdicts((runs[0].name, run.name), delta, have_same_sequences(runs[0], run))
         sections.append((title, verdicts, "" if verdicts else note))
     return sections
+
+
+def _too_few(run: RecordedRun, num_finite: int) -> str:
+    """How often a run was logged, and how often it would have had to be."""
+    text, steps = f"the run was logged {len(run.records):,} times", run.records[-1]["step"]
+    if num_finite < len(run.records):
+        text += f", {num_finite} times with a finite loss"
+    if len(run.records) >= MIN_POINTS:
+        return f"{text}."
+    if steps < MIN_POINTS:
+        return f"{text} in {steps:,} steps, which are too few."
+    return f"{text}; metrics.log_freq = {steps // MIN_POINTS} would have been often enough."
 
 
 def have_same_sequences(first: RecordedRun, other: RecordedRun) -> bool:
@@ -125,6 +134,17 @@ def _text(value: Any) -> str:
     if value is None:
         return "unknown"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _optimizer(run: RecordedRun) -> str:
+    """The optimizer and its peak learning rate, with the steps from which on a resume has changed it."""
+    name, rates = run.setting("optimizer.name"), [_text(run.setting("optimizer.lr"))]
+    resumes = [(event.step, str(event.about.get("changed", ""))) for event in run.happened("resumed")]
+    changes = [(step, match) for step, text in resumes if (match := LR_CHANGE.search(text))]
+    if changes:
+        rates = [f"{match[2]} from step {step + 1:,}" for step, match in changes[-MAX_NAMED:]]
+        rates.insert(0, changes[0][1][1])
+    return f"{_text(name)}, peak learning rate {', '.join(rates)}" if name else ""
 
 
 def _batch(run: RecordedRun) -> str:

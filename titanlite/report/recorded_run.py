@@ -233,7 +233,7 @@ def number(value: Any) -> float | None:
 
 
 def read_run(folder: Path, name: str) -> RecordedRun:
-    """Read a run folder. Raises ConfigError if it has no metrics.jsonl that could be read."""
+    """Read a run folder. Raises ConfigError if it has no metrics.jsonl with a record that could be read."""
     if folder.name == METRICS:
         folder = folder.parent
     if not folder.is_dir():
@@ -242,8 +242,13 @@ def read_run(folder: Path, name: str) -> RecordedRun:
     data = _bytes(folder / METRICS, problems)
     if data is None:
         reason = problems[0] if problems else f"{METRICS} is missing"
-        raise ConfigError(f"{folder} is not a run folder with metrics: {reason}")
+        inside = sorted(str(path.parent) for path in folder.glob(f"*/{METRICS}"))
+        runs = f"; it has the runs {', '.join(inside[:MAX_NAMED])}" if inside else ""
+        runs += ", ..." if len(inside) > MAX_NAMED else ""
+        raise ConfigError(f"{folder} is not a run folder with metrics: {reason}{runs}")
     records = _one_per_step(_records(data, METRICS, problems), problems)
+    if not records:
+        raise ConfigError(f"{folder / METRICS} has no record" + (f": {problems[0]}" if problems else ""))
     superseded = _records(_bytes(folder / SUPERSEDED, problems) or b"", SUPERSEDED, problems)
     _name_holes(records, problems)
     job, about = _job(folder, problems)
@@ -302,6 +307,9 @@ def _records(data: bytes, name: str, problems: list[str]) -> list[Record]:
             records.append(record)
         except ValueError:
             damaged.append(i)
+    if damaged and damaged[-1] == data.count(b"\n") + 1:  # without an end of its line
+        damaged.pop()
+        problems.append(f"{name}: the last record was cut short, as by a kill, and is left out")
     if damaged:
         shown = ", ".join(map(str, damaged[:MAX_NAMED])) + (", ..." if len(damaged) > MAX_NAMED else "")
         lines = f"{len(damaged)} line{'s' if len(damaged) > 1 else ''}"

@@ -15,14 +15,15 @@ from titanlite.report.timeline import duration, timeline
 from titanlite.report.verdicts import nats
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the tokens that all runs have trained on
-MAX_CELL = 44  # characters
+MAX_CELL = 60  # characters
 
 
 @np.errstate(all="ignore")  # values that are not finite are left out
 def comparison(runs: Sequence[RecordedRun], price: float | None = None) -> str:
     """Return the comparison of runs; the first one is the one that the others are compared with. `price`: of
     a GPU hour."""
-    parts = [_verdicts(runs), _facts(runs, price), _losses(runs), _times(runs), _keys(runs), _problems(runs)]
+    parts = [_verdicts(runs), _facts(runs, price), _losses(runs), _times(runs), _keys(runs), _changes(runs)]
+    parts.append(_problems(runs))
     return printable("\n\n".join(part for part in parts if part)) + "\n"
 
 
@@ -94,6 +95,12 @@ def _keys(runs: Sequence[RecordedRun]) -> str:
         return "No key differs."
     head = ["keys that differ", *(run.name for run in runs)]
     return table([head, *([key, *values] for key, values in changed.items())])
+
+
+def _changes(runs: Sequence[RecordedRun]) -> str:
+    """The resumes at which keys changed."""
+    resumes = [(run.name, event) for run in runs for event in run.happened("resumed") if event.details]
+    return "\n".join(f"{name}: {event.text}" for name, event in resumes)
 
 
 def _problems(runs: Sequence[RecordedRun]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from titanlite import commands
 from titanlite.config.paths import check_output_file
 from titanlite.files import write_atomically
+from titanlite.log import tell
 from titanlite.report.page import report
 from titanlite.report.recorded_run import names_of, read_run
 
@@ -20,5 +21,8 @@ def main(argv: Sequence[str]) -> int:
     check_output_file(options.output)
     runs = [read_run(folder, name) for folder, name in zip(options.runs, names_of(options.runs))]
     write_atomically(options.output, report(runs, options.price_per_gpu_hour))
+    for run in runs:
+        for problem in run.problems:
+            tell(f"{run.name}: {problem}")
     print(options.output)
     return 0

@@ -144,7 +144,8 @@ def test_a_sink_is_told_of_its_run_and_of_what_happens(
         ("close",),
     ]  # fmt: skip
     assert second.calls == [
-        ("resumed", 3), ("write", 4), ("skipped", 4, ANY), ("write", 5), ("saved", 5), ("close",),
+        ("resumed", 3, {"changed": "training.steps 3 -> 5"}),
+        ("write", 4), ("skipped", 4, ANY), ("write", 5), ("saved", 5), ("close",),
     ]  # fmt: skip
 
 

@@ -18,14 +18,16 @@ import pytest
 
 from tests.support.curves import falling, noise_like, write_run
 from titanlite.cli import run
+from titanlite.config.component import ConfigError
 from titanlite.metrics.sinks.events import EventLog
 from titanlite.metrics.sinks.jsonl import JsonLines
 from titanlite.metrics.sinks.samples import Samples
 from titanlite.report.charts import MAX_POINTS, Chart, Line, downsample, short, svg, ticks
-from titanlite.report.facts import facts
+from titanlite.report.facts import all_verdicts, facts
 from titanlite.report.figures import NUM_AVERAGED, main_charts, noise_scale, other_charts
 from titanlite.report.page import report
 from titanlite.report.recorded_run import names_of, read_run
+from titanlite.report.terminal import comparison
 from titanlite.report.timeline import timeline
 
 JOB = """# llama3 debug: 1,836,160 parameters
@@ -40,6 +42,7 @@ global_batch_size = 16
 name = "adamw"
 lr = 4e-3
 """
+CUT_SHORT = "metrics.jsonl: the last record was cut short, as by a kill, and is left out"
 VOID = {"meta", "br"}
 
 
@@ -380,7 +383,8 @@ def test_events_are_marked_and_listed(tmp_path: Path) -> None:
         ("50", "skipped", "loss nan; sequences 784 to 799", ""),
     ]
     assert "the run rewound once" in page
-    assert "events.jsonl: damaged records are left out, in 2 lines: 9, 10" in page
+    assert "events.jsonl: damaged records are left out, in 1 line: 9" in page
+    assert "events.jsonl: the last record was cut short, as by a kill, and is left out" in page
 
 
 def test_a_resume_that_was_trained_again_is_named_as_such(tmp_path: Path) -> None:
@@ -431,7 +435,8 @@ def test_counts_of_steps_and_losses_say_what_they_count(tmp_path: Path) -> None:
     loss = [3.0] * 32 + [None]
     run = read_run(write_run(tmp_path / "run", {"train/loss": loss}, job="[training]\nsteps = 8\n"), "run")
     assert facts(run)["logged"] == "33 times, every step"
-    assert "the run was logged 33 times, 32 times with a finite loss." in report([run])
+    said = "the run was logged 33 times, 32 times with a finite loss in 33 steps, which are too few."
+    assert said in report([run])
     assert facts(run)["steps"] == "33; training.steps is 8 now"
     (tmp_path / "run/job.toml").write_text("[training]\nsteps = 33\n")
     assert facts(read_run(tmp_path / "run", "run"))["steps"] == "33 of 33"
@@ -540,7 +545,8 @@ def test_holes_torn_lines_and_other_keys_are_named_and_the_rest_is_shown(tmp_pat
     page = page_of(folder)
     Page(page)
     for problem in (
-        "damaged records are left out, in 5 lines: 51, 52, 53, 54, 342",
+        "damaged records are left out, in 4 lines: 51, 52, 53, 54<",
+        CUT_SHORT,
         "nothing is recorded between steps 100 and 161",
         "recorded again later",
         "job.toml cannot be read",
@@ -560,29 +566,82 @@ def test_without_tokens_steps_are_the_axis(tmp_path: Path) -> None:
     page = page_of(folder)
     chart = data_of(page)["charts"][0]
     assert (chart["xLabel"], chart["lines"][0]["x"]) == ("steps", list(range(1, 9)))
-    assert "the run was logged 8 times." in page
+    assert "the run was logged 8 times in 8 steps, which are too few." in page
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\n", b"{}\n", b'{"step": 1}\n', b'{"step": 1, "train/loss": "nan"}\n']
-)
+@pytest.mark.parametrize("content", [b'{"step": 1}\n', b'{"step": 1, "train/loss": "nan"}\n'])
 def test_a_run_with_next_to_nothing_has_a_page(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(content)
     Page(page_of(tmp_path, tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"\n", "has no record"),
+        (b"{}\n", "has no record: metrics.jsonl: damaged records are left out, in 1 line: 1"),
+        (
+            b'{"st',
+            f"has no record: {CUT_SHORT}",
+        ),
+    ],
+)
+def test_a_run_without_a_record_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        read_run(tmp_path, "run")
+    assert str(error.value) == f"{tmp_path / 'metrics.jsonl'} {reason}"
+
+
+@pytest.mark.parametrize(("num", "every", "advice"), [(40, 10, 2), (120, 10, 6), (20, 9, None)])
+def test_a_run_that_was_logged_too_rarely_is_told_how_often_would_do(
+    tmp_path: Path, num: int, every: int, advice: int | None
+) -> None:
+    run = read_run(write_run(tmp_path / "run", {"train/loss": falling(num)}, every=every), "run")
+    ((_, _, note),) = all_verdicts([run])
+    said = f"; metrics.log_freq = {advice} would have been often enough."
+    assert (said if advice else " in 180 steps, which are too few.") in note
+
+
 def test_the_verb_writes_the_page(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What could not be read is named on the terminal, too."""
     output = tmp_path / "out.html"
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 401, "tr')
     assert run(["report", str(folder), "-o", str(output)]) == 0
     assert output.read_text() == page_of(folder)
-    assert capsys.readouterr().out == f"{output}\n"
+    printed = capsys.readouterr()
+    assert printed.out == f"{output}\n"
+    assert f"titanlite: first: {CUT_SHORT}\n" in printed.err
+
+
+def test_changes_at_a_resume_are_events_and_facts(tmp_path: Path) -> None:
+    """The change of a resume whose steps were trained again counts no more."""
+    folder = write_run(tmp_path / "run", metrics(), job=JOB)
+    log = EventLog(folder / "events.jsonl", 0)
+    for step, change in (
+        (384, 'optimizer.lr 0.003 -> 0.005; optimizer.name "adamw" -> "muon"'),
+        (300, "training.steps 600 -> 440"),
+        (384, "training.max_norm 1.0 -> 2.0; optimizer.lr 0.003 -> 0.004"),
+    ):
+        log.event(step, "resumed", {"changed": change})
+    log.close()
+    read = read_run(folder, "run")
+    assert facts(read)["optimizer"] == "adamw, peak learning rate 0.003, 0.004 from step 385"
+    said = "resumed after step 384: changed training.max_norm 1.0 -> 2.0; optimizer.lr 0.003 -> 0.004"
+    text = comparison([read, read])
+    assert f"run: resumed after step 300: changed training.steps 600 -> 440\nrun: {said}\n" in text
+    assert "0.005" not in text
+    table = page_of(folder).partition("<h2>Events</h2>")[2]
+    assert "changed training.max_norm 1.0 -&gt; 2.0; optimizer.lr 0.003 -&gt; 0.004" in table
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (["missing"], "missing: there is no such run folder"),
-        (["."], "not a run folder with metrics: metrics.jsonl is missing"),
+        (["."], "not a run folder with metrics: metrics.jsonl is missing; it has the runs first"),
+        ([".."], "not a run folder with metrics: metrics.jsonl is missing"),
         (["first", "-o", "first"], "first is a folder"),
         (["first", "-o", "no/such/out.html"], "no/such: there is no such folder"),
         (["first", "--outptu=x"], "--outptu"),
