@@ -263,16 +263,14 @@ def _settings(job: Mapping[str, Any]) -> str:
 def _are_same_step(sent: str, now: str) -> bool:
     """Whether two signatures are of the same step: of equal data, learning rates and losses. With the same
     settings, losses may differ by LOSS_ROUNDING, as they do on another layout."""
-    if sent == now:
-        return True
-    *course, settings, loss = sent.split()
-    *course_now, settings_now, loss_now = now.split()
-    allowed = LOSS_ROUNDING if settings == settings_now else 0.0
     try:
-        is_close = math.isclose(float(loss), float(loss_now), rel_tol=allowed, abs_tol=allowed)
-    except ValueError:  # a step without a loss
-        is_close = loss == loss_now
-    return course == course_now and (is_close or loss == loss_now)
+        (*course, settings, loss), (*course_now, settings_now, loss_now) = sent.split(), now.split()
+        allowed = LOSS_ROUNDING if settings == settings_now else 0.0
+        return course == course_now and (
+            loss == loss_now or math.isclose(float(loss), float(loss_now), rel_tol=allowed, abs_tol=allowed)
+        )
+    except ValueError:  # the journal is damaged
+        return False
 
 
 def numbers_of(values: Values) -> dict[str, float]:
