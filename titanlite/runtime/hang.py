@@ -39,8 +39,9 @@ def keep_position(folder: str | None, rank: int) -> Callable[[int, Phase], None]
     if folder is None:
         return None
     try:
-        with open(_position_file(folder, rank), "w+b") as file:
-            file.truncate(POSITION_BYTES)
+        with open(_position_file(folder, rank), "w+b", buffering=0) as file:
+            # On a full disk this is an error; writing to memory of a sparse file would be a SIGBUS.
+            file.write(bytes(POSITION_BYTES))
             memory = mmap.mmap(file.fileno(), POSITION_BYTES)
     except OSError:
         return None

@@ -193,6 +193,7 @@ def test_the_users_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_positions_are_whole_and_need_a_launcher(tmp_path: Path) -> None:
     keep = keep_position(str(tmp_path), 3)
     assert keep is not None
+    assert (tmp_path / "position-3").stat().st_blocks, "a full disk would end the run by SIGBUS"
     assert read_position(tmp_path, 3) == "before the first step"
     for step, phase in ((1, "forward_backward"), (10**9, "data")):
         keep(step, phase)
