@@ -455,8 +455,10 @@ def open_meter(
 
 
 def write_run_files(job: Job, rt: Runtime, checkpoints: Checkpointer, sequences: RunSequences) -> None:
-    """Write the files that record the run into its folder, on rank 0, with a copy of the tokenizer's."""
-    if rt.rank > 0:
+    """Write the files that record the run into its folder, on rank 0, with a copy of the tokenizer's. A run
+    that has nothing left to train keeps its files: they describe how it was trained."""
+    resumed = checkpoints.resumed_train
+    if rt.rank > 0 or (resumed is not None and resumed["step"] >= job.training.steps):
         return
     job.folder.mkdir(parents=True, exist_ok=True)
     files = {

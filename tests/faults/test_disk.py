@@ -4,6 +4,7 @@ exit code. No checkpoint is lost, and the run continues when the disk allows it.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -31,6 +32,7 @@ from titanlite.data import packing_index
 from titanlite.job import Job
 from titanlite.metrics.meter import Meter
 from titanlite.prepare import stages
+from titanlite.run import Run
 from titanlite.train import train
 
 MODES = pytest.mark.parametrize("mode", ["async", "disabled"])
@@ -543,3 +545,26 @@ def test_few_inodes_are_one_line(tmp_path: Path, corpus: Path, capsys: pytest.Ca
         assert "Traceback" not in capsys.readouterr().err
     finally:
         subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_a_run_folder_that_is_removed_is_made_again(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Metrics since the removal are kept until the next save makes the folder."""
+    job = make_job(tmp_path, corpus)
+    report_saves = Run.report_saves
+
+    def removing(self: Run) -> None:
+        report_saves(self)
+        if self.state.step == 2:
+            shutil.rmtree(job.folder)
+
+    monkeypatch.setattr(Run, "report_saves", removing)
+    assert train(job) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "made again for step 4" in line]
+    assert len(said) == 1
+    assert [step for step, _ in commit.list_committed(job.folder / "checkpoint")] == [4, 8]
+    assert [line["step"] for line in metrics_of(job)] == [3, 4, 5, 6, 7, 8]
+    longer = make_job(tmp_path, corpus, "--training.steps=9")
+    assert train(longer) == 0
+    assert [line["step"] for line in metrics_of(longer)] == [3, 4, 5, 6, 7, 8, 9]

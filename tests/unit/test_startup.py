@@ -100,3 +100,14 @@ def test_a_longer_sequence_than_max_position_names_the_override(verb, tmp_path, 
     )
     job = load_job("debug", ["--training.seq_len=4096", "--model.overrides.max_position=4096"])
     assert job.training.seq_len == 4096
+
+
+def test_a_run_with_nothing_to_train_keeps_its_files(tmp_path: Path, corpus: Path) -> None:
+    def start(steps: int) -> dict[str, str]:
+        job = make_job(tmp_path, corpus, f"--training.steps={steps}", "--lr_scheduler.total_steps=9")
+        assert train(job) == 0
+        return {name: (job.folder / name).read_text() for name in ("job.toml", "env.json", "sources.json")}
+
+    trained = start(2)
+    assert start(1) == start(2) == trained
+    assert start(3) != trained  # control

@@ -25,6 +25,7 @@ from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.staging import HostBuffers, same_device
 from titanlite.checkpoint.state import Tensors, total_bytes
 from titanlite.checkpoint.writer import ShardWriter
+from titanlite.files import make_folder
 from titanlite.log import logger
 
 MAX_FAILURES = 3  # failed saves in a row after which the run ends
@@ -192,6 +193,12 @@ class Saver:
 
     def _begin(self, step: int, size: int) -> Path:
         with _disk_errors(f"step {step} could not be saved: "):
+            if not self._folder.is_dir():
+                logger.error(
+                    f"{self._folder} is gone: removed, or on a disk that is not mounted any more; it is made "
+                    f"again for step {step}, without what it held"
+                )
+                make_folder(self._folder)
             commit.check_space(self._folder, size)
             return commit.begin(self._folder, step)
 

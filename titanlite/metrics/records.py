@@ -64,6 +64,8 @@ class Records:
         while self._waiting:
             item = self._waiting[0]
             if isinstance(item, bytes):
+                if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
+                    self._close_file()  # the file was removed
                 self._file = self._file or _open(self._path)
                 _write_whole(self._file, item)
             else:
