@@ -164,5 +164,5 @@ def test_other_lengths_need_a_new_run_from_the_weights(
     capfd.readouterr()
     assert cli.run(["train", *tiny_arguments(tmp_path, corpus), *keys, "--training.seq_len=64"]) == 2
     last = capfd.readouterr().err.splitlines()[-1]
-    assert "holds a run that differs: training.seq_len was 32, is 64. Undo the change, start a new" in last
+    assert "holds a run that differs: training.seq_len was 32, is 64. Undo the change, or start a new" in last
     assert f"--checkpoint.initial_load_path={tmp_path}/run/checkpoint" in last

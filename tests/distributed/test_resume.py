@@ -268,7 +268,7 @@ def test_other_data_is_refused_in_words(whole: Job, corpus: Path, said: str) -> 
         assert ": after 96 sequences this run would train on some of them again" in str(error.value)
         weights = f", with --checkpoint.initial_load_path={whole.folder}/checkpoint"
         assert (weights in str(error.value)) == ("tokenizer" not in said), "its weights would not fit"
-        later = ", or change the sources from here on with [[stages]], the first with the sources' weights"
+        later = "; to change the sources from here on, use [[stages]], the first with the sources' weights"
         assert (later in str(error.value)) == said.startswith("text"), "only the sources may change later"
         assert error.value.key == "checkpoint.allow_changed"
     assert {p: p.stat().st_mtime_ns for p in whole.folder.rglob("*")} == before

@@ -89,30 +89,28 @@ def check_identity(
     other_model = any(key == TOKENIZER or key.startswith("model.") for key in changes)
     weights_fit = not other_model and LORA not in theirs  # adapters are no model to start from
     weights = f", with --checkpoint.initial_load_path={folder}" if num_sequences and weights_fit else ""
+    remedy = f"Undo the change, or start a new run in another --job.dump_folder{weights}"
     stages = ""
     if all(f"{key}.".startswith(SOURCES) for key in fixed) and not ours.get("data", {}).get(STREAMED):
         first = f'the first with the sources\' weights until now and until = "{num_sequences} sequences"'
-        stages = f", or change the sources from here on with [[stages]], {first}"
+        stages = f"; to change the sources from here on, use [[stages]], {first}"
     if allowed & fixed:
         raise ConfigError(
             f"{_first(changes, allowed & fixed)}: after {num_sequences:,} sequences this run would train on "
-            "some of them again and leave others out. Undo the change, or start a new run in another "
-            f"--job.dump_folder{weights}{stages}",
+            f"some of them again and leave others out. {remedy}{stages}",
             "checkpoint.allow_changed",
         )
     if num_sequences and (adapters := {key for key in changes if _covers(LORA, key)}):
         raise ConfigError(
             f"{folder} holds a run that differs: {_first(changes, adapters)}. A run cannot change the "
-            "layers, the rank and the alpha of its adapters, nor get or lose them. Undo the change, or start "
-            "a new run in another --job.dump_folder",
+            f"layers, the rank and the alpha of its adapters, nor get or lose them. {remedy}",
             "job.dump_folder",
         )
     if refused := changes.keys() - allowed:
         advice = "; to change it within this run, name it in --checkpoint.allow_changed"
         raise ConfigError(
-            f"{folder} holds a run that differs: {_first(changes, refused)}. Undo the change, start a new "
-            f"run in another --job.dump_folder{weights}, or restart at step 1 in this one with "
-            f"--checkpoint.restart=true{stages if refused & fixed else advice}",
+            f"{folder} holds a run that differs: {_first(changes, refused)}. {remedy}"
+            f"{stages if refused & fixed else advice}",
             "job.dump_folder",
         )
     return list(dict.fromkeys(changes.values()))
