@@ -59,9 +59,9 @@ def step_of(path: Path) -> int | None:
 def check_space(folder: Path, needed_bytes: int, name: str = "a checkpoint") -> None:
     """Raises CheckpointError unless the disk has room for a directory whose tensors have `needed_bytes`.
     `name`: what the error calls the directory."""
-    disk = os.statvfs(folder)
+    disk, needed_bytes = os.statvfs(folder), int(needed_bytes * SLACK)
     free_bytes = disk.f_bavail * disk.f_frsize
-    if free_bytes < needed_bytes * SLACK:
+    if free_bytes < needed_bytes:
         raise CheckpointError(
             f"{name} needs {gib(needed_bytes)}, and {folder} has {gib(free_bytes)} free; nothing is written"
         )

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -463,3 +464,13 @@ def test_random_histories_never_lose_the_run(
             history.look()
         with suppress(CheckpointError):  # the last save failed
             history.run.close()
+
+
+def test_the_room_that_is_missing_is_that_which_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The metadata need some room, too: 102 MiB do not suffice for 100 MiB of tensors."""
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=102, f_frsize=1 << 20))
+    with pytest.raises(CheckpointError, match=r"needs 105\.0 MiB, and .* has 102\.0 MiB free"):
+        commit.check_space(tmp_path, 100 << 20)
+    commit.check_space(tmp_path, 97 << 20)
