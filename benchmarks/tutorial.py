@@ -139,13 +139,13 @@ def run_command(block: Block, folder: Path) -> Done:
 
 
 def quotations(page: str) -> Iterator[tuple[str, list[str]]]:
-    """Each command whose output is quoted line by line, with these lines."""
+    """Each command whose output is quoted line by line, with these lines and `...`."""
     command = ""
     for block in blocks(page):
         if block.language == "bash":
             command = block.text
         elif block.language == "text" and block.comment != "whole output":
-            yield command, [line for line in block.text.splitlines() if line != "..."]
+            yield command, block.text.splitlines()
 
 
 def refreshed(page: str, result: dict[str, Any]) -> str:
@@ -174,14 +174,23 @@ def with_output(page: str, result: dict[str, Any]) -> str:
 
 
 def same_shapes(quoted: list[str], recorded: list[str]) -> list[str]:
-    """For each quoted line, the next recorded line that differs from it in numbers only. `...` stays."""
-    rest, lines = iter(recorded), []
+    """For each quoted line, the recorded line that differs from it in numbers only: the next one or, after
+    `...`, the first of those that follow. `...` stays. Raises LookupError for a line that is not recorded,
+    and for lines that are left out without `...`."""
+    rest, lines, may_skip = list(recorded), [], False
     for line in quoted:
-        same = (other for other in rest if shape(other) == shape(line))
-        replacement = line if line == "..." else next(same, None)
-        if replacement is None:
+        if may_skip := line == "...":
+            lines.append(line)
+            continue
+        same = [i for i, other in enumerate(rest) if shape(other) == shape(line)]
+        if not same:
             raise LookupError(f"no recorded line is like the quoted one: {line}")
-        lines.append(replacement)
+        if same[0] > 0 and lines[-1:] != ["..."]:
+            raise LookupError(f"lines are left out without `...`, before the quoted one: {line}")
+        lines.append(rest[same[0]])
+        rest = rest[same[0] + 1 :]
+    if rest and not may_skip:
+        raise LookupError(f"lines are left out without `...`, after the quoted one: {lines[-1]}")
     return lines
 
 
