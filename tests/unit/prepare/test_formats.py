@@ -675,14 +675,14 @@ def test_suffixes_in_capitals_and_their_aliases(tmp_path: Path, name: str, compr
             (name, ONE_TWO, r"looks like JSON, .*: name it \.jsonl if .*, or \.txt")
             for name in ("part-00000", "x.jsonl.1", "x.jsonl.bak")
         ),
-        ("part-00000.gz", gzip.compress(ONE_TWO), "looks like JSON"),
+        ("part-00000.gz", gzip.compress(ONE_TWO, mtime=0), "looks like JSON"),
         ("x.json5", b'\xef\xbb\xbf[\n {"text": 1}]', "looks like JSON"),
         *((name, b"one", "looks like CSV or TSV") for name in ("x.csv", "x.TSV", "x.csv.bak")),
         *(("part-1", text, "looks like CSV or TSV") for text in (b"id,text\n1,a\n", b"id\ttext\r\n1\ta\r\n")),
         ("x.jsonl.bz2", bz2.compress(ONE_TWO), "looks like bzip2 or xz, .*: decompress it, or"),
         ("x.jsonl.xz", lzma.compress(ONE_TWO), "looks like bzip2 or xz"),
         ("x.bin", zst(ONE_TWO), r"looks like zstd, .*: name it \.zst"),
-        ("x.txt", gzip.compress(b"one"), r"looks like gzip, .*: name it \.gz"),
+        ("x.txt", gzip.compress(b"one", mtime=0), r"looks like gzip, .*: name it \.gz"),
         ("x.pq", b"PAR1\0\0", r"looks like parquet, .*: name it \.parquet"),
         ("x.docx", b"PK\x03\x04", "looks like a binary format"),
         ("x.dat", b"\x01\0\0\0", "looks like a binary format"),
