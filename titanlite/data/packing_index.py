@@ -159,7 +159,10 @@ def pack_window(offsets: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndar
     length = np.minimum(np.repeat(begins + sizes, num_spans) - start, capacity)
     sequence = np.empty(len(length), dtype=np.int64)
     order = np.argsort(-length, kind="stable")
-    sequence[order] = _best_fit(length[order].tolist(), capacity)
+    num_full = int((length == capacity).sum())  # each fills a sequence; a document may have millions
+    sequence[order[:num_full]] = np.arange(num_full)
+    sequence[order[num_full:]] = _best_fit(length[order[num_full:]].tolist(), capacity)
+    sequence[order[num_full:]] += num_full
     by_sequence = np.argsort(sequence, kind="stable")  # stable: in document order within a sequence
     return start[by_sequence], length[by_sequence], np.bincount(sequence)
 

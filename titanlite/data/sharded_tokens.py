@@ -142,7 +142,7 @@ class ShardedTokens(ABC):
             # The bounds have the offsets' dtype: otherwise searchsorted converts a copy of all offsets.
             low, high = offsets.searchsorted(np.array([max(begin, 0), end], dtype=np.uint64))
             high = min(high, self.documents_by_shard[shard])  # the last offset is the shard's end
-            by_shard.append(offsets[low:high].astype(np.int64) - begin)
+            by_shard.append(self._ascending(offsets[low:high], shard).astype(np.int64) - begin)
             shard += 1
         starts = by_shard[0] if len(by_shard) == 1 else np.concatenate(by_shard)
         return starts[np.diff(starts, prepend=-1) > 0]  # an empty document starts where the next one does
@@ -159,7 +159,8 @@ class ShardedTokens(ABC):
         """Return the positions in the concatenated shards at which documents [first, end) of a shard start,
         and the end of the last of them: uint64 [end - first + 1]. `end`: by default all documents."""
         end = self.documents_by_shard[shard] if end is None else end
-        return self._offsets(shard)[first : end + 1] + np.uint64(self._starts[shard])
+        offsets = self._ascending(self._offsets(shard)[first : end + 1], shard)
+        return offsets + np.uint64(self._starts[shard])
 
     def num_longer_than(self, num_tokens: int) -> int:
         """Return how many documents have more than `num_tokens` tokens."""
@@ -180,7 +181,27 @@ class ShardedTokens(ABC):
         return self._mapped("tokens", shard, self._map_tokens)
 
     def _offsets(self, shard: int) -> Offsets:
-        return self._mapped("offsets", shard, self._open_offsets)
+        return self._mapped("offsets", shard, self._map_offsets)
+
+    def _map_offsets(self, shard: int) -> Offsets:
+        offsets, num_documents = self._open_offsets(shard), self.documents_by_shard[shard]
+        ends = [int(offsets[i : i + 1][0]) for i in (0, num_documents)]
+        if ends != [0, self._starts[shard + 1] - self._starts[shard]]:
+            raise self._damaged_offsets(shard)
+        return offsets
+
+    def _ascending(self, offsets: np.ndarray, shard: int) -> np.ndarray:
+        """Return some offsets of a shard. Raises ConfigError if they do not ascend, as in a dataset whose
+        recorded hashes are right and whose maker is not to be trusted."""
+        if (offsets[1:] < offsets[:-1]).any():
+            raise self._damaged_offsets(shard)
+        return offsets
+
+    def _damaged_offsets(self, shard: int) -> ConfigError:
+        return ConfigError(
+            f"{self.bin_file(shard).with_suffix('.idx')}: its documents do not follow one another from the "
+            "first token to the last: the index is damaged; make or get the dataset again"
+        )
 
     def _map_tokens(self, shard: int) -> np.ndarray:
         if self._starts[shard] == self._starts[shard + 1]:

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from tests.support.datasets import FakeTokenizer, write_dataset
 from titanlite.config.component import ConfigError
+from titanlite.data.packing import BestFitSequences
 from titanlite.data.shards import TokenShards
+from titanlite.files import hash_file
 from titanlite.tokenizers.base import Tokenizer
 from titanlite.tools import data as data_tool
 
@@ -178,6 +180,23 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     description = json.loads(file.read_text())
     change(description)
     file.write_text(json.dumps(description))
+
+
+@pytest.mark.parametrize("offsets", [[1, 3, 4], [0, 3, 5], [0, 3, 3], [0, 5, 4], [0, 1 << 63, 4]])
+def test_an_index_that_is_wrong_as_recorded_is_refused(tmp_path: Path, offsets: list[int]) -> None:
+    """Its hash in dataset.json is right."""
+    path = write(tmp_path / "d", [[1, 2, 3], [4]]).path
+    (path / "00000.idx").write_bytes(np.array(offsets, "<u8").tobytes())
+    digest = hash_file(path / "00000.idx")[1]
+    edit(path, lambda description: description["shards"][0].update(idx_sha256=digest))
+    shards = TokenShards(path)
+    shards.verify()
+    for read in (lambda: shards.token_offsets(0), lambda: BestFitSequences(shards, 2, tmp_path, True)):
+        with pytest.raises(ConfigError, match=r"00000\.idx: its documents do not follow one another"):
+            read()
+    if offsets[0] or offsets[-1] != 4:
+        with pytest.raises(ConfigError, match=r"00000\.idx: its documents do not follow one another"):
+            shards.locate(0)
 
 
 @pytest.mark.parametrize(
