@@ -170,9 +170,8 @@ def tune_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ConfigError(f"command line, {actions[1]}: not together with {actions[0]}")
     if not actions and not take_axes(overrides)[0]:
         raise ConfigError(
-            "name what to do: --coordinate-check, --find-batch, --ladder, --measure, or a search, which "
-            "needs two or more values of a key: --optimizer.lr=1e-4:3e-3:5 or, without spaces, "
-            "--optimizer.lr=1e-4,3e-4; see `titanlite tune --help`"
+            "name what to do: --coordinate-check, --find-batch, --ladder, --measure, or several values of "
+            "a key to search: --optimizer.lr=1e-4:3e-3:5 or, without spaces, --optimizer.lr=1e-4,3e-4"
         )
     options.seeds = options.seeds if options.seeds is not None else 3 if options.coordinate_check else 2
     for key in ("base_width", "steps", "seeds", "gpus_per_trial", "rungs"):

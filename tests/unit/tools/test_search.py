@@ -31,7 +31,7 @@ def command(folder: Path, corpus: Path, *words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--optimizer.lr=1e-3"], "or a search, which needs two or more values of a key: --optimizer.lr="),
+        (["--optimizer.lr=1e-3"], "or several values of a key to search: --optimizer.lr=1e-4:3e-3:5"),
         (["--optimizer.lr=1e-3, 2e-3"], "or, without spaces, --optimizer.lr=1e-4,3e-4"),
         (
             ["--training.local_batch_size=1:4:3"],

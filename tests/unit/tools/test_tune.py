@@ -174,7 +174,10 @@ def test_every_rule_passes(keys: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (CHECK[:2], "name what to do: --coordinate-check, --find-batch, --ladder, --measure, or a search"),
+        (
+            CHECK[:2],
+            "name what to do: --coordinate-check, --find-batch, --ladder, --measure, or several values",
+        ),
         ([*CHECK, "--widht=3"], "unknown option '--widht'; did you mean '--widths'?"),
         ([*CHECK, "--widths=128"], "'128' is not a list of two or more widths"),
         ([*CHECK, "--widths=128,0"], "'128,0' is not a list of two or more widths"),
