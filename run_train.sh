@@ -15,10 +15,12 @@
 set -eu
 
 if [ -z "${CONFIG_FILE:-}" ]; then
-    if [ $# -eq 0 ] || [ "${1#--}" != "$1" ]; then
-        echo "usage: [NGPU=n] ./run_train.sh <name in train_configs | path.toml> [--section.key=value ...]" >&2
-        exit 2
-    fi
+    usage="usage: [NGPU=n] ./run_train.sh <name in train_configs | path.toml> [--section.key=value ...]
+\`titanlite train --help\` lists the keys, and the first lines of $0 the variables"
+    case ${1:-} in
+        -h | --help) echo "$usage"; exit 0 ;;
+        "" | --*) echo "$usage" >&2; exit 2 ;;
+    esac
     CONFIG_FILE=$1
     shift
 fi

@@ -118,7 +118,8 @@ def test_input_that_cannot_be_read_is_2_and_leaves_nothing(tmp_path: Path) -> No
 def test_a_number_of_processes_that_is_none_is_2(tmp_path: Path, corpus: Path) -> None:
     run = launch(*tiny_arguments(tmp_path, corpus), NGPU="-1")
     assert run.returncode == 2
-    assert run.stderr == "titanlite: NGPU=-1: expected an integer >= 1\n"
+    said = "--nproc-per-node=-1 (NGPU of run_train.sh): expected an integer >= 1"
+    assert run.stderr == f"titanlite: command line, {said}\n"
 
 
 @pytest.mark.full

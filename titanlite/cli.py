@@ -43,6 +43,9 @@ TORCH_MIN, TORCH_BELOW = (2, 11), (2, 14)  # as in pyproject.toml
 
 def main() -> int:
     """Entry point of the console script."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell; a file of the run must not get its number
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):  # printing a path that is not UTF-8 must not raise
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

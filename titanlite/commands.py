@@ -157,8 +157,10 @@ def launch_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, str, list
 def _number(key: str, text: str, least: int) -> int:
     if text.isdecimal() and int(text) >= least:
         return int(text)
-    name = {"nproc_per_node": "NGPU"}.get(key, key.upper())
-    raise ConfigError(f"{name}={text}: expected an integer >= {least}")
+    variable = {"nproc_per_node": "NGPU"}.get(key, key.upper())
+    option = f"--{key.replace('_', '-')}={text} ({variable} of run_train.sh)"
+    hint = "; torchrun's words are not known here" if text in ("auto", "cpu", "gpu") else ""
+    raise ConfigError(f"command line, {option}: expected an integer >= {least}{hint}")
 
 
 def tune_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -226,12 +226,17 @@ class Parallelism:
         if degrees.dp_shard == -1:
             others = -math.prod(degrees)  # the product of all other degrees, because dp_shard is -1
             if world_size % others:
-                raise ConfigError(f"{world_size} ranks are no multiple of {product}", "parallelism")
+                ranks = "1 rank is" if world_size == 1 else f"{world_size} ranks are"
+                raise ConfigError(
+                    f"{ranks} no multiple of {product}; start {others} processes, or a multiple of {others}: "
+                    f"NGPU={others} ./run_train.sh",
+                    "parallelism",
+                )
             return degrees._replace(dp_shard=world_size // others)
         if math.prod(degrees) != world_size:
             raise ConfigError(
-                f"{product or 'no degree above 1'} makes {math.prod(degrees)} ranks, there are {world_size}; "
-                f"{SHARD_KEY} = -1 uses all ranks",
+                f"{product or 'no degree above 1'} makes {math.prod(degrees)} ranks, there "
+                f"{'is' if world_size == 1 else 'are'} {world_size}; {SHARD_KEY} = -1 uses all ranks",
                 "parallelism",
             )
         return degrees

@@ -50,7 +50,7 @@ REFUSED = {
     "a batch": (
         [staged(SHORT, f"{END}, global_batch_size = 6")],
         "stages.1.global_batch_size: 6 sequences are not a multiple of local_batch_size 4 x 2 ranks = 8; the "
-        "nearest are 8",
+        "nearest is 8",
     ),
     "a batch of the ramp": (
         ['--training.batch_ramp=[{ until = "10 sequences", global_batch_size = 20 }]'],

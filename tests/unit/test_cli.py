@@ -140,7 +140,7 @@ def test_a_verb_alone_is_a_mistake_that_shows_its_usage(run, verb):
         (["import", "a", "b", DEBUG, "--dtyp=x"], "unknown option '--dtyp'; did you mean '--dtype'?"),
         (["config", DEBUG, "--rnk=8"], "unknown option '--rnk'; did you mean '--ranks'?"),
         (["config", DEBUG, "--nowhere=8"], "command line, --nowhere: unknown key 'nowhere' (known: "),
-        (["launch", "--nproc_per_node=two", DEBUG], "NGPU=two: expected an integer >= 1"),
+        (["launch", "--nproc_per_node=two", DEBUG], "command line, --nproc-per-node=two (NGPU of run_train"),
         (["launch", "--nnodes=2:1", DEBUG], "NNODES=2:1: expected MIN:MAX with MIN <= MAX"),
         (["launch", "--nnodes=2", DEBUG], "several nodes need --rdzv-endpoint=host:port"),
     ],
@@ -833,6 +833,12 @@ def test_a_save_while_torch_is_imported_ends_nothing() -> None:
     command = [sys.executable, "-c", IMPORT, str(int(signal.SIGUSR2)), *words]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert (run.returncode, run.stderr) == (2, "titanlite: command line, --training.steps: -5 is below 1\n")
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_a_closed_output_is_no_error(closed: str) -> None:
+    command = f"{sys.executable} -m titanlite.cli --version {closed}"
+    assert subprocess.run(["bash", "-c", command], cwd=ROOT, check=False).returncode == 0
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

@@ -64,7 +64,9 @@ class Float8:
         compile.enable. `micro_batch_tokens`: number of tokens per micro-batch and rank."""
         if self.enable and not (compiled or self.emulate):
             raise ConfigError(
-                "without the compiler float8 is slower than bfloat16: set compile.enable", "float8.enable"
+                "without the compiler float8 is slower than bfloat16: set compile.enable, on an NVIDIA GPU "
+                "of compute capability 8.9 or newer",
+                "float8.enable",
             )
         if self.enable and self.recipe != "rowwise_with_gw_hp" and micro_batch_tokens % MULTIPLE:
             raise ConfigError(

@@ -114,9 +114,11 @@ class BatchLayout:
         unit = self.micro_batch_size * self.num_ranks
         if size % unit:
             nearest = sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
+            ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
+            verb = "is" if len(nearest) == 1 else "are"
             raise ConfigError(
                 f"{size} sequences are not a multiple of local_batch_size {self.micro_batch_size} x "
-                f"{self.num_ranks} ranks = {unit}; the nearest are {' or '.join(str(n) for n in nearest)}",
+                f"{ranks} = {unit}; the nearest {verb} {' or '.join(str(n) for n in nearest)}",
                 key,
             )
         return size // unit

@@ -131,7 +131,7 @@ class WaitingRanks:
     def _start(self) -> _Waiting:
         read_fd, write_fd = os.pipe()
         try:
-            for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by the shell
+            for stream in (sys.stdout, sys.stderr):
                 stream.flush()  # otherwise, the copy would write the buffer, too
             pid = os.fork()
         except BaseException:

@@ -22,7 +22,11 @@ from titanlite.runtime.waiting_ranks import SAVE, STOP, WaitingRanks, rank_comma
 ROOT = Path(__file__).resolve().parents[3]
 # The layout is checked when the job is loaded, which is after the wait.
 WORDS = ["train", "debug", "--parallelism.tensor_parallel_degree=3"]
-COMPLAINT = "command line, --parallelism: 1 ranks are no multiple of tensor_parallel_degree 3"
+COMPLAINT = (
+    "command line, --parallelism: {} no multiple of tensor_parallel_degree 3; start 3 processes, or a "
+    "multiple of 3: NGPU=3 ./run_train.sh"
+)
+ALONE = COMPLAINT.format("1 rank is")
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +43,8 @@ def test_a_process_runs_as_the_rank_that_it_gets(capfd: pytest.CaptureFixture) -
         environment = os.environ | place | {"LONG": "x" * 100_000, "OTHER": "\udcff"}
         assert ranks.begin(rank_command(WORDS), environment) is first
         assert first.wait(60) == 2
-        assert (
-            capfd.readouterr().err == f"titanlite: local rank 1: {COMPLAINT.replace('1 ranks', '2 ranks')}\n"
-        )
+        complaint = COMPLAINT.format("2 ranks are")
+        assert capfd.readouterr().err == f"titanlite: local rank 1: {complaint}\n"
         assert second.poll() is None, "it waits"
     assert second.returncode == -signal.SIGKILL
     assert capfd.readouterr().err == ""
@@ -55,7 +58,7 @@ def test_variables_of_before_are_gone(monkeypatch: pytest.MonkeyPatch, capfd: py
         process = ranks.begin(rank_command(WORDS), os.environ)
         assert process is not None
         assert process.wait(60) == 2
-    assert capfd.readouterr().err == f"titanlite: {COMPLAINT}\n"
+    assert capfd.readouterr().err == f"titanlite: {ALONE}\n"
 
 
 def test_a_process_with_threads_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +80,7 @@ def test_a_copy_that_has_lost_cuda_starts_anew(
         assert process is not None
         assert process.wait(60) == 2
     command = " ".join([sys.executable, *rank_command(WORDS)])
-    assert capfd.readouterr().err == (f"{command}\n" if lost else "") + f"titanlite: {COMPLAINT}\n"
+    assert capfd.readouterr().err == (f"{command}\n" if lost else "") + f"titanlite: {ALONE}\n"
 
 
 def test_another_command_ends_them() -> None:
