@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.gpu import shards, trained
+from titanlite.checkpoint.commit import list_committed
 from titanlite.checkpoint.state import non_finite
 from titanlite.host_copy import HostCopy
 from titanlite.metrics.guard import Guard, StepGuard
@@ -59,13 +60,14 @@ def test_a_bad_step_is_one_that_did_nothing(
 
 
 def test_a_run_that_diverges_ends_with_4(tmp_path: Path, corpus: Path) -> None:
-    (tmp_path / "bad_gradient.py").write_text(BAD.format(fault="gradient"))
+    (tmp_path / "bad_gradient.py").write_text(BAD.replace("2, 3, 5", "4, 5").format(fault="gradient"))
     log = trained(
         tmp_path, corpus, '--job.imports=["bad_gradient"]', "--guard.max_consecutive=2",
         "--checkpoint.interval=1", code=4,
     )  # fmt: skip
-    assert "2 steps in a row, 2 to 3, had" in log
-    assert "--checkpoint.load_step=1" in log
+    assert "2 steps in a row, 4 to 5, had" in log
+    assert "goes back to step 2, the newest healthy checkpoint" in log
+    assert [step for step, _ in list_committed(tmp_path / "run/checkpoint")] == [1, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
