@@ -38,6 +38,7 @@ from titanlite.interop.weights import (
     shape_at,
     vocabulary_of,
 )
+from titanlite.log import logger
 from titanlite.models.base import Decoder, ModelFamily, is_adapter
 from titanlite.models.lora import short_names
 from titanlite.tokenizers.same_ids import verified_files
@@ -59,6 +60,11 @@ class ExportFormat(NamedTuple):
     keep_padding: bool = False
 
 
+# How the Qwen2Tokenizer of transformers 5 splits texts, whatever tokenizer.json says.
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 DEFAULT_FORMAT = ExportFormat()
 
 
@@ -224,10 +230,17 @@ def _small_files(model: ModelAndTokenizer, outputs: Sequence[_Output], vocab_siz
         **model.tokenizer.model_ids(),
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+    tokenizer_files = verified_files(model.tokenizer)
+    has_qwens_split = json.dumps(QWEN2_SPLIT).encode() in tokenizer_files["tokenizer.json"]
+    if config["model_type"] == "qwen2" and not has_qwens_split:
+        logger.warning(
+            "transformers 5 splits the texts of all qwen2 models as Qwen's tokenizer does, which is not "
+            "how this model was trained: open its tokenizer with PreTrainedTokenizerFast, not AutoTokenizer"
+        )
     return {
         "config.json": as_json(config),
         "generation_config.json": as_json(model.tokenizer.generation_config()),
-        **verified_files(model.tokenizer),
+        **tokenizer_files,
     }
 
 

@@ -351,6 +351,15 @@ def test_a_split_that_cannot_be_exported_is_told(tmp_path: Path, corpus: Path, c
     assert not (tmp_path / "out").exists()
 
 
+def test_what_transformers_does_with_a_qwen2_tokenizer_is_told(tmp_path: Path, corpus: Path, capsys) -> None:
+    for name in ("qwen2", "qwen3"):
+        job = make_job(tmp_path, corpus, f"--model.name={name}", "--training.steps=1", name=name)
+        train(job)
+        capsys.readouterr()
+        assert cli.run(["export", str(job.folder), str(tmp_path / f"{name}-export")]) == 0
+        assert ("PreTrainedTokenizerFast, not AutoTokenizer" in capsys.readouterr().err) == (name == "qwen2")
+
+
 # ---- bad input
 
 
