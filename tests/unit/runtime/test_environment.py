@@ -73,7 +73,7 @@ def test_the_command_sets_it_before_torch_is_imported() -> None:
         "            os._exit(0)\n"
         "sys.meta_path.insert(0, Finder())\n"
         "from titanlite import cli\n"
-        "cli.run(['generate', 'nowhere'])\n"
+        "cli.run(['generate', '.'])\n"
     )
     own = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     run = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True, check=False)

@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[3]
 # The layout is checked when the job is loaded, which is after the wait.
 WORDS = ["train", "debug", "--parallelism.tensor_parallel_degree=3"]
 COMPLAINT = (
-    "command line, --parallelism: {} no multiple of tensor_parallel_degree 3; start 3 processes, or a "
-    "multiple of 3: NGPU=3 ./run_train.sh"
+    "command line, --parallelism.tensor_parallel_degree: {} no multiple of tensor_parallel_degree 3; start 3 "
+    "processes, or a multiple of 3: NGPU=3 ./run_train.sh"
 )
 ALONE = COMPLAINT.format("1 rank is")
 

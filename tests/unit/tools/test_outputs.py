@@ -16,9 +16,10 @@ def fail(*args: object, **kwargs: object) -> None:
 
 @pytest.fixture
 def no_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Starts in tmp_path, where there is a text, and does not survive what takes long."""
+    """Starts in tmp_path, where there are a text and a folder, and does not survive what takes long."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("some text\n")
+    (tmp_path / "run").mkdir()
     for module, name in (
         (export, "find_checkpoint"), (import_weights, "open_weights"), (migrate, "migrate"),
         (prepare, "prepare"), (tokenizer, "train_bpe"),
@@ -67,7 +68,7 @@ def test_a_link_that_leads_nowhere_is_refused_before_the_work(verb, output, no_w
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "link exists; choose another" in said or "link is a link that leads nowhere" in said
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "text.txt"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "run", "text.txt"]
 
 
 def test_a_tokenizer_is_written_into_a_new_folder(tmp_path: Path, capsys) -> None:

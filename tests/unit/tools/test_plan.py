@@ -192,7 +192,7 @@ def test_times_between_failures_have_a_fitting_unit(hours: float, text: str) -> 
     ("words", "message"),
     [
         (["--gpus=8xV99"], "--gpus: unknown GPU 'V99'"),
-        (["--gpus=3xH100", "--parallelism.tensor_parallel_degree=2"], "parallelism: 3 ranks are no multiple"),
+        (["--gpus=3xH100", "--parallelism.tensor_parallel_degree=2"], "3 ranks are no multiple"),
         (["--gpus-per-node=0"], "--gpus-per-node: 0 is below 1"),
         (["--training.steps=2 epochs"], "epochs cannot be counted"),
         (["--gpus="], "command line, --gpus: '' is not a number and a GPU such as 64xH100"),
