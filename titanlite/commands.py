@@ -285,7 +285,7 @@ def _metrics_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | N
 
 
 def _prepare_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    words, overrides = split_words(argv)
+    words, overrides = split_words(take_flag(argv, ALLOW_IMPORTS)[1])
     return (words[0] if words and words[0].endswith(".toml") else None), overrides
 
 

@@ -41,7 +41,8 @@ class Unreadable(ConfigError):
 
 @contextmanager
 def keys_in(section: str) -> Iterator[None]:
-    """Put `SECTION.` in front of the key of a ConfigError of the body, whose key is relative to a section.
+    """Put `SECTION.` in front of the key of a ConfigError of the body, whose key is relative to a section. An
+    error without a key gets the section's.
     The keys of a job's tokenizer and of its cache, which sources use, remain as they are."""
     try:
         yield
@@ -49,7 +50,7 @@ def keys_in(section: str) -> Iterator[None]:
         if e.key and e.key.startswith(("tokenizer.", "data.cache_dir")):
             raise
         kind = Unreadable if isinstance(e, Unreadable) else ConfigError
-        raise kind(str(e), e.key and f"{section}.{e.key}") from None
+        raise kind(str(e), f"{section}.{e.key}" if e.key else section) from None
 
 
 def suggest(

@@ -267,6 +267,10 @@ class _Conversion:
     def _table(self, node: Node, tree: Any, key: str) -> Any:
         if not isinstance(tree, dict):
             how = f"; write [{key}], with one bracket" if isinstance(tree, list) and tree else ""
+            choices = node.get("choices", {})
+            if not isinstance(tree, (dict, list)) and choices:
+                has_path = str(tree) not in choices and any("path" in c["keys"] for c in choices.values())
+                how = f"; did you mean --{key}.{'path' if has_path else 'name'}={tree}?"
             return self._complain(f"expected a table, got {tree!r}{how}", key)
         table, made = node, dict[str, Any]()
         if node["type"] == "choice":

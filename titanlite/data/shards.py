@@ -202,6 +202,10 @@ def _read_description(path: Path) -> dict[str, Any]:
     try:
         description = load_object(file)
     except OSError as e:
+        if path.is_file():
+            raise ConfigError(
+                f'{path} is a file, not a dataset: the source name = "text" reads texts, "chat" conversations'
+            ) from None
         raise ConfigError(f"{file}: {e.strerror}; expected a directory made by `titanlite prepare`") from None
     except ValueError as e:
         raise ConfigError(f"{file} does not describe a dataset: {e}") from None

@@ -22,9 +22,10 @@ from typing import Any
 import titanlite.tokenizers.bytes
 import titanlite.tokenizers.huggingface
 import titanlite.tokenizers.sentencepiece  # noqa: F401 -- registers the tokenizer, like the lines before
+from titanlite.commands import take_flag
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, check_at_least
-from titanlite.config.imports import import_components
+from titanlite.config.imports import ALLOW_IMPORTS, import_components
 from titanlite.config.overrides import split_words
 from titanlite.config.paths import PathText, check_writable
 from titanlite.data.shards import TokenShards
@@ -76,7 +77,7 @@ class Prepare(HubSplit, PrepareOptions):
 
 def main(argv: Sequence[str]) -> int:
     """Prepare the dataset and print the report."""
-    words, overrides = split_words(argv)
+    words, overrides = split_words(take_flag(argv, ALLOW_IMPORTS)[1])  # they are allowed in any case
     path = words.pop(0) if words and words[0].endswith(".toml") else None
     tree, locator = toml.read(path, overrides)
     if words:
@@ -119,7 +120,8 @@ def main(argv: Sequence[str]) -> int:
     print(table(report))
     print(
         f"{output}: {shards.counts()} "
-        f"({report['kept']['characters'] / shards.num_tokens:.2f} characters per token)"
+        f"({report['kept']['characters'] / shards.num_tokens:.2f} characters per token), "
+        f"tokenizer {job.tokenizer.label}"
     )
     return 0
 

@@ -236,6 +236,25 @@ def test_short_names_are_different_and_printable(paths: list[Any], names: list[s
 
 
 @pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (Tokens(path="nope"), "nope/dataset.json: No such file or directory; expected a directory made by"),
+        (Tokens(path="a.txt"), 'a.txt is a file, not a dataset: the source name = "text" reads texts'),
+        (Text(path=["a.txt"]), "a.txt: not UTF-8 at byte 0"),
+    ],
+)
+def test_an_error_of_a_source_has_the_place_of_the_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Source, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_bytes(b"\xff")
+    with pytest.raises(ConfigError) as e:
+        Data(sources=[source], cache_dir="cache").build(Bytes().build(), seq_len=8, seed=0)
+    assert str(e.value).startswith(message)
+    assert e.value.key == "data.sources.0"
+
+
+@pytest.mark.parametrize(
     ("name", "packing"),
     [
         ("text", "chunk"),

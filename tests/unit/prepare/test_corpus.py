@@ -246,6 +246,7 @@ BROKEN = {
     "two objects on a line": ("z.jsonl", b'{"text": "x"} {"text": "y"}\n', ["z.jsonl:1:", "not valid JSON"]),
     "no field": ("z.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', ["z.jsonl:2:", "no field 'text'"]),
     "a list": ("z.jsonl", b'["text"]\n', ["z.jsonl:1:", "a JSON array"]),
+    "a raw newline": ("z.jsonl", b'{"text": "a\n"}\n', ["Invalid control character at character 12"]),
     "a string": ("z.jsonl", b'"text"\n', ["z.jsonl:1:", "no field 'text'"]),
     "a null line": ("z.jsonl", b"null\n", ["z.jsonl:1:", "no field 'text'"]),
     "field is a number": (

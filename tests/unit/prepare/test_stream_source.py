@@ -349,7 +349,8 @@ def test_an_unreachable_hub(refusal: Callable[..., str], monkeypatch: pytest.Mon
     line = refusal(
         "--data.sources=[{ name = 'stream', stream = { name = 'huggingface', path = 'org/name' } }]"
     )
-    assert line.startswith("titanlite: org/name: there is no such directory, and the hub cannot be reached")
+    place = "titanlite: command line, --data.sources.0.stream"
+    assert line.startswith(f"{place}: org/name: there is no such directory, and the hub cannot be reached")
 
 
 def start(

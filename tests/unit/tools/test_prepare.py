@@ -45,7 +45,9 @@ def test_a_file_and_overrides(raw: Path, tmp_path: Path, capsys: pytest.CaptureF
     )
     assert run(config, raw, "--filters.0.min_words=1") == 0
     assert TokenShards(tmp_path / "a").num_documents == 20
-    assert "20 documents" in capsys.readouterr().out
+    summary = capsys.readouterr().out
+    assert "20 documents" in summary
+    assert summary.endswith(" characters per token), tokenizer bytes\n")
     assert run(config, raw, "--field", "text", f"--output={tmp_path / 'b'}", "--num_processes=1") == 0
     assert TokenShards(tmp_path / "b").num_documents == 20
     with pytest.raises(ConfigError, match="filters removed all"):
@@ -57,7 +59,7 @@ def test_a_filter_of_ones_own(raw: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.syspath_prepend(str(tmp_path))
     config = tmp_path / "p.toml"
     config.write_text('imports = ["own_filters"]\n[[filters]]\nname = "without"\nword = "7"\n')
-    assert run(config, raw, f"--output={tmp_path / 'out'}") == 0
+    assert run(config, raw, f"--output={tmp_path / 'out'}", "--allow-imports") == 0  # which changes nothing
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     (entry,) = report["filters"]
     assert (entry["name"], entry["documents"]) == ("without", 2)
@@ -89,6 +91,8 @@ def test_more_workers_than_work(raw: Path, tmp_path: Path) -> None:
         (["--filters.0.name=lenght"], r"did you mean 'length'"),
         (["--tokenizer.path=nowhere", "--tokenizer.name=tiktoken"], r"tokenizer\.path"),
         (['--imports=["no_such_module"]'], r"imports: cannot import 'no_such_module'"),
+        (["--tokenizer=my.tiktoken"], r"got 'my\.tiktoken'; did you mean --tokenizer\.path=my\.tiktoken\?"),
+        (["--tokenizer=bytes"], r"got 'bytes'; did you mean --tokenizer\.name=bytes\?"),
         (["--field=txt"], r"in\.jsonl:1: no field 'txt'"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
