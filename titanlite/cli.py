@@ -22,9 +22,9 @@ from contextlib import nullcontext, suppress
 
 from titanlite import commands
 from titanlite.config.component import ConfigError
-from titanlite.errors import explain_host_memory, is_out_of_host_memory
+from titanlite.errors import PEER_ERRORS, TRACEBACK, explain_host_memory, is_out_of_host_memory
 from titanlite.files import REFUSALS, is_file_error
-from titanlite.log import printable, tell
+from titanlite.log import tell, write_error
 from titanlite.runtime import environment
 from titanlite.runtime.signals import Stopped, stop_requests
 
@@ -79,7 +79,7 @@ def run(argv: Sequence[str]) -> int:
             return 128 + signal.SIGPIPE  # as in `titanlite ... | head`
         code = exit_code(error)
         if code == 1 and not hasattr(error, "exit_code") and not is_file_error(error):
-            _print(traceback.format_exc())
+            _report_crash(error)
         else:
             if environment.is_first_local_rank():
                 tell(_reason(error))
@@ -158,10 +158,16 @@ def _reason(error: Exception) -> str:
     return str(error)
 
 
-def _print(text: str) -> None:
-    """Print to standard error, which may be closed."""
-    with suppress(OSError):
-        print(printable(text), end="", file=sys.stderr, flush=True)
+def _report_crash(error: Exception) -> None:
+    """Print the traceback. If a rank has lost another rank, it leaves the traceback to the launcher, which
+    prints it if no other rank is the cause."""
+    text, folder = traceback.format_exc(), environment.notes_folder()
+    if folder and PEER_ERRORS.search(f"{type(error).__name__}: {error}"):
+        file = os.path.join(folder, f"{TRACEBACK}-{environment.global_rank()}")
+        with suppress(OSError), open(file, "w", encoding="utf-8", errors="backslashreplace") as f:
+            f.write(text)
+            return
+    write_error(text)
 
 
 def unsupported_torch() -> str | None:

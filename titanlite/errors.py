@@ -6,6 +6,13 @@ OutOfMemory (metrics/memory.py), Stopped (runtime/signals.py)."""
 from __future__ import annotations
 
 import errno
+import re
+
+# Errors of gloo, NCCL and torch's stores on a rank whose peer has ended or does not answer.
+PEER_ERRORS = re.compile(
+    "Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|NCCL|Dist[A-Z][a-z]+Error"
+)
+TRACEBACK = "traceback"  # start of the name of a rank's traceback of such an error in the launcher's folder
 
 
 class Diverged(RuntimeError):

@@ -53,6 +53,12 @@ def tell(message: object) -> None:
         print(lines, end="", file=sys.stderr, flush=True)
 
 
+def write_error(text: str) -> None:
+    """Write text to standard error, which may be closed."""
+    with suppress(OSError):
+        print(printable(text), end="", file=sys.stderr, flush=True)
+
+
 class _Formatter(logging.Formatter):
     """Writes the time of each line, and the date before the first line of each day."""
 

@@ -30,6 +30,7 @@ from titanlite.interop import export
 from titanlite.log import for_terminal, logger, set_up_logging
 from titanlite.optim.base import Optimizer
 from titanlite.options import DTYPES
+from titanlite.runtime.environment import NOTES
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TRAIN = ROOT / "run_train.sh"
@@ -468,6 +469,18 @@ def test_an_error_may_say_its_code(run, monkeypatch):
     error.exit_code = 3
     fake_verb(monkeypatch, raising(error))
     assert run("fake", "x") == (3, "", "titanlite: no usable checkpoint\n")
+
+
+@pytest.mark.parametrize(("text", "left"), [("Connection closed by peer", True), ("wrong", False)])
+def test_a_rank_that_lost_another_leaves_its_traceback_to_the_launcher(
+    run, monkeypatch, tmp_path, text, left
+):
+    monkeypatch.setenv(NOTES, str(tmp_path))
+    fake_verb(monkeypatch, raising(RuntimeError(text)))
+    code, _, said = run("fake", "x")
+    traces = [file.read_text() for file in tmp_path.glob("traceback-0")]
+    assert (code, bool(traces), not said) == (1, left, left)
+    assert "".join([said, *traces]).endswith(f"RuntimeError: {text}\n")
 
 
 def test_an_interrupt_is_130(run, monkeypatch):

@@ -4,7 +4,6 @@ began."""
 from __future__ import annotations
 
 import os
-import re
 import signal
 import tempfile
 import time
@@ -19,17 +18,13 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from titanlite.log import printable, tell
+from titanlite.errors import PEER_ERRORS, TRACEBACK
+from titanlite.log import printable, tell, write_error
 from titanlite.runtime.environment import set_notes_folder
 from titanlite.runtime.hang import describe_hang
 from titanlite.runtime.signals import AGAIN_S, END, SAVE, STOP, Stopped, handled_signals
 
 FINAL_CODES = {2, 3, 4, Stopped.exit_code}  # exit codes that a restart would only repeat
-# Errors of gloo, NCCL and torch's stores on a rank whose peer has ended or does not answer.
-PEER_ERRORS = re.compile(
-    "Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|NCCL|Dist[A-Z][a-z]+Error"
-)
-
 ANSWER_S = 3.0  # seconds in which the other ranks' collectives fail, too, after the first one timed out
 
 
@@ -79,8 +74,7 @@ def blame(endings: Sequence[Ending], nodes: int) -> tuple[int, str]:
     for ending in endings:
         if ending.left_early:
             return 1, f"rank {ending.rank} left with exit code 0 before training was done"
-    failed = [ending for ending in endings if ending.code]
-    first = min(failed, key=lambda ending: ending.follows_another)  # the first one with an error of its own
+    first = first_failure(endings)
     code = first.code if first.code and first.code > 0 else 1
     text = f"rank {first.rank} {_describe(first)}"
     if first.follows_another:
@@ -92,6 +86,12 @@ def blame(endings: Sequence[Ending], nodes: int) -> tuple[int, str]:
     return code, text
 
 
+def first_failure(endings: Sequence[Ending]) -> Ending:
+    """The rank with which a failure began: the first one with an error of its own, else the first one."""
+    failed = [ending for ending in endings if ending.code]
+    return min(failed, key=lambda ending: ending.follows_another)
+
+
 def _describe(ending: Ending) -> str:
     code = ending.code or 0
     if code > 0:
@@ -99,7 +99,7 @@ def _describe(ending: Ending) -> str:
         error = f": {lines[0][:200]}" if lines else ""
         return f"ended with exit code {code}{error}; its message is above"
     cause = " (the kernel sends it when memory is short)" if code == -signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-code).name}{cause}; the messages above came after it"
+    return f"was ended by {signal.Signals(-code).name}{cause}; messages of other ranks came after it"
 
 
 class Agent(LocalElasticAgent):
@@ -230,6 +230,10 @@ class Agent(LocalElasticAgent):
         self._exit_code, text = blame(endings, worker_group.group_world_size or 1)
         if self._exit_code == Stopped.exit_code:
             return
+        if not any(ending.left_early for ending in endings):
+            with suppress(OSError):  # its error is a consequence, but nobody else's is the cause
+                path = f"{self._notes}/{TRACEBACK}-{first_failure(endings).rank}"
+                write_error(Path(path).read_text("utf-8", errors="replace"))
         if self._remaining_restarts > 0:
             total = worker_group.spec.max_restarts
             text += f"; starting all ranks again ({total - self._remaining_restarts + 1} of {total})"

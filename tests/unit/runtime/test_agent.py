@@ -109,6 +109,16 @@ def test_the_rank_that_failed_is_blamed_with_its_error(launch: Callable) -> None
     assert (code, said) == (1, "rank 1 ended with exit code 1: ValueError: bad; its message is above")
 
 
+@pytest.mark.parametrize("cause", ["", "kill -9 $$"])
+def test_the_traceback_of_a_lost_connection_is_printed_unless_there_is_a_cause(
+    launch: Callable, cause: str
+) -> None:
+    leave = f"echo 'titanlite: traceback' > $TITANLITE_NOTES/traceback-0; echo {GLOO!r} > {NOTE}; exit 1"
+    _, said = launch(f"[ $RANK = 1 ] && {{ {cause or 'true'}; {UNTIL_ENDED}; }}; {leave}")
+    start = "rank 1 was ended by SIGKILL" if cause else f"traceback\nrank 0 ended with exit code 1: {GLOO}"
+    assert said.startswith(start)
+
+
 @pytest.mark.parametrize("code", [2, 3, 4, 75])
 def test_what_a_restart_would_meet_again_is_not_restarted(launch: Callable, code: int) -> None:
     ended, said = launch(f"[ $RANK = 0 ] && {UNTIL_ENDED}; exit {code}", 2)
