@@ -197,7 +197,8 @@ def test_the_record_of_a_job_with_another_component_reads_back_equal(tmp_path, c
     recorded.write_text(toml.dump(job), encoding="utf-8")
     assert job.tokenizer.name == "bytes"
     assert load_job(recorded) == job
-    assert not capsys.readouterr().err
+    assert load_job("debug", ["--tokenizer.name=bytes"]) == job
+    assert not capsys.readouterr().err  # a line is told once
 
 
 def test_a_leading_tilde_of_every_key_that_names_a_path_is_the_home_folder(monkeypatch):

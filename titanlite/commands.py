@@ -49,7 +49,6 @@ EVALUATES = (
     "to evaluate an export"
 )
 FILE_KEYS = ("config", "config_file", "job.config_file")  # options for the file in torchtitan and elsewhere
-RENAMED_OPTIONS = {"--row": "--sequence", "--rows": "--num-sequences"}  # old option -> new option
 # Keys that titanlite does not have. Every TOML file of torchtitan has at least one of them.
 TORCHTITAN = {
     "training.dataset", "training.dataset_path", "training.compile", "model.tokenizer_path",
@@ -497,7 +496,5 @@ def _check_options(name: str, words: Sequence[str]) -> None:
         option = given.replace("_", "-")
         if not option.startswith("--") or "." in option:
             continue
-        if (renamed := RENAMED_OPTIONS.get(option)) in own:
-            parser(name).error(f"unknown option {given!r}; did you mean {renamed!r}?")
         if option not in own and given[2:].replace("-", "_") not in keys and get_close_matches(option, own):
             parser(name).error(f"unknown option {given!r}{suggest(option, own)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -349,9 +350,10 @@ def load_job(
         tree["job"] = {**section, "dump_folder": str(folder)}
     import_components(tree, locator, allow_imports)
     job = toml.build(Job, tree, locator)
-    if environment.launcher_pid() is None:  # the launcher tells it for its ranks
+    # The launcher tells it for its ranks.
+    if environment.launcher_pid() is None and environment.global_rank() == 0:
         for line in locator.left_out:
-            tell(line)
+            _tell_once(line)
     try:
         if world_size is not None:
             job.check(world_size)
@@ -359,6 +361,12 @@ def load_job(
     except ConfigError as e:
         raise locator.located(e) from None
     return job
+
+
+@cache
+def _tell_once(line: str) -> None:
+    """Tell a line. A search loads the job of each of its runs, which would say the same."""
+    tell(line)
 
 
 def run_folder(path: Path, tree: dict[str, Any]) -> Path | None:

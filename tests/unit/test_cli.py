@@ -132,7 +132,6 @@ def test_a_verb_alone_is_a_mistake_that_shows_its_usage(run, verb):
         (["config", DEBUG, "--rank", "8"], "unknown option '--rank'; did you mean '--ranks'? (known: --"),
         (["config", DEBUG, "--allow_import"], "unknown option '--allow_import'; did you mean '--allow-"),
         (["data", "show", "--sequnce", "3"], "unknown option '--sequnce'; did you mean '--sequence'? ("),
-        (["data", "show", DEBUG, "--row=3"], "unknown option '--row'; did you mean '--sequence'?"),
         (["data", "show", DEBUG, "--num_sequnces=3"], "unknown option '--num_sequnces'; did you mean '"),
         (["tokenizer", "show", "--allow-import", "x"], "unknown option '--allow-import'; did you mean"),
         (["checkpoint", "show", "x", "--tensor"], "unknown option '--tensor'; did you mean '--tensors'?"),

@@ -268,9 +268,10 @@ class _Conversion:
         if not isinstance(tree, dict):
             how = f"; write [{key}], with one bracket" if isinstance(tree, list) and tree else ""
             choices = node.get("choices", {})
-            if not isinstance(tree, (dict, list)) and choices:
-                has_path = str(tree) not in choices and any("path" in c["keys"] for c in choices.values())
-                how = f"; did you mean --{key}.{'path' if has_path else 'name'}={tree}?"
+            if isinstance(tree, str) and tree in choices:
+                how = f"; write {key}.{node.get('key', 'name')}={tree}"
+            elif isinstance(tree, str) and any("path" in choice["keys"] for choice in choices.values()):
+                how = f"; write {key}.path={tree}"
             return self._complain(f"expected a table, got {tree!r}{how}", key)
         table, made = node, dict[str, Any]()
         if node["type"] == "choice":

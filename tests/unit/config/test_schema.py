@@ -177,6 +177,8 @@ def test_a_check_leaves_choices_to_a_tree_that_imports(table, imports, keys):
         ("--bench.height", "needs a value: an integer"),
         ("--bench.wood", "needs a value: one of oak, pine"),
         ("--bench.height='90'", "expected an integer, got '90'"),
+        ("--tool=saw", "expected a table, got 'saw'; write tool.name=saw"),
+        ("--tool=hammer", "expected a table, got 'hammer'"),
         ("--bench.height=4.5e0", "expected an integer, got 4.5"),
         ("--bench.height=3.0", "expected an integer, got 3.0"),
         ("--bench.height=1e30", "expected an integer, got 1e+30"),
