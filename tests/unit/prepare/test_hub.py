@@ -351,7 +351,7 @@ def test_an_unreachable_hub(
     )
     assert prepare(*words, "--output=out") == 2
     lines = capsys.readouterr().err.splitlines()
-    name = "hf:org/name" if kind == "files" else "command line, --from_stream: org/name"
+    name = "hf:org/name" if kind == "files" else "command line, --from_stream.name: org/name"
     said = (
         "there is no such directory, and the hub cannot be reached or has no such dataset; check its name, "
         "the network (HF_ENDPOINT, a proxy), and HF_TOKEN if it is private"
