@@ -68,7 +68,7 @@ class ShardedTokens(ABC):
 
     @property
     def warning(self) -> str:
-        """What a user should know about the loss masks, for messages; "" if nothing."""
+        """A warning about the loss masks, for messages; empty if there is none."""
         return ""
 
     def counts(self) -> str:

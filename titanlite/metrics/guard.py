@@ -334,7 +334,7 @@ class StepGuard:
         return f"training has diverged: {steps} had a loss or gradient norm that is not finite"
 
     def first_bad_step(self) -> int | None:
-        """The first step of what reason() names; None if it has nothing to name."""
+        """The first step of the spike or of the streak that reason() names; None if there is neither."""
         if spike := self._spike_ends_the_run():
             return spike.start_step
         return self._read_streak.first if self._read_streak else None

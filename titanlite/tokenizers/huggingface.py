@@ -20,6 +20,7 @@ import numpy as np
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json, read_object
 from titanlite.config.paths import PathText
+from titanlite.config.shipped import find_file
 from titanlite.files import is_inside
 from titanlite.tokenizers import pieces
 from titanlite.tokenizers.base import Tokenizer, TokenizerConfig, read_bytes
@@ -69,8 +70,9 @@ class HuggingFace(TokenizerConfig, name="huggingface"):
         path = path / self.FILE if path.is_dir() else path
         beside = [path.with_name(name) for name in BESIDE]
         files = {file.name: file for file in beside if file.is_file() and is_inside(file, path.parent)}
-        if self.chat_template:
-            files["chat_template.jinja"] = Path(self.chat_template)
+        if self.chat_template:  # the only template of the copy
+            files = {name: file for name, file in files.items() if name not in TEMPLATES}
+            files["chat_template.jinja"] = find_file(self.chat_template)
         return files | {self.FILE: path}
 
     def in_folder(self, folder: Path) -> HuggingFace:
@@ -107,9 +109,8 @@ class HuggingFaceTokenizer(Tokenizer):
         except json.JSONDecodeError as e:
             message = f"{path} is not valid JSON, for example because it is cut off: {e}"
             raise ConfigError(message, "tokenizer.path") from None
-        except (
-            BaseException
-        ) as e:  # the library has no exception class of its own, and its panics none at all
+        # The library has no exception class of its own, and its panics are no Exceptions.
+        except BaseException as e:
             if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
                 raise
             raise ConfigError(f"{path}: {e}", "tokenizer.path") from None

@@ -1,6 +1,6 @@
 """Compares the tokenizer.json of an export with the tokenizer that a model was trained with, on a probe of
-texts. tiktoken and the library `tokenizers` have different languages of regular expressions, so a pattern may
-split text in two ways."""
+texts. The two may differ: tiktoken and the library `tokenizers` have different languages of regular
+expressions, so a pattern may split text in two ways."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Chat templates are programs of whoever published a tokenizer. A process of their own compiles and renders
-them with the settings of transformers: this file, run as a script, which imports nothing of titanlite.
+"""Compiles and renders chat templates with the settings of transformers, in a process of their own, because
+they are programs of whoever published a tokenizer. The process runs this file as a script, which imports
+nothing of titanlite.
 
 jinja2's sandbox keeps a template from files and from Python, but not from a loop without end or from a text
 of 10 GB, and nothing within a process can interrupt one call of C such as `'x' * 10**10`. The operating
@@ -38,7 +39,7 @@ MAX_CHARACTERS = 4 << 20  # of a conversation, and of the output: about a millio
 
 
 class TemplateError(Exception):
-    """What a template raises. `line`: the template's line, for one that is not valid, or 0."""
+    """An error that a template raises. `line`: the template's line, for one that is not valid, or 0."""
 
     def __init__(self, message: str, line: int = 0):
         super().__init__(message)
@@ -95,16 +96,13 @@ class _Process:
                     self._popen.stdin.write(line)
                     self._popen.stdin.flush()
                 answer = json.loads(self._popen.stdout.readline() or "null")
-            except (
-                BaseException
-            ):  # such as Ctrl-C, after which the answer would be taken for that to the next
+            except BaseException:  # after Ctrl-C, the next request would get this one's answer
                 self._end()
                 raise
         if answer is None:
             code = self._popen.wait()
-            reason = (
-                f"more than {CPU_S} s of CPU" if code == -signal.SIGPROF else f"too much (exit code {code})"
-            )
+            timed_out = code == -signal.SIGPROF
+            reason = f"more than {CPU_S} s of CPU" if timed_out else f"too much (exit code {code})"
             raise TemplateLimitError(f"takes {reason}")
         if "limit" in answer:
             raise TemplateLimitError(answer["limit"])

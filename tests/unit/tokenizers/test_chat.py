@@ -669,6 +669,7 @@ def test_a_copy_of_the_files_is_the_same_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("{}")
     folder, copy = write_tokenizer(tmp_path / "t", TEMPLATES["gemma"]), tmp_path / "copy"
     (folder / "generation_config.json").write_text('{"temperature": 0.5}')
+    (folder / "chat_template.marked.jinja").write_text(TEMPLATES["gemma"])  # of an export; not the job's
     (folder / "config.json").symlink_to(tmp_path / "secret")
     (folder / "tokenizer.json").rename(folder / "another name.json")
     path = str(folder / "another name.json")
