@@ -38,7 +38,8 @@ from titanlite.report.recorded_run import read_run
 from titanlite.report.terminal import table
 from titanlite.tools.trial_runs import Record, Trainer, TrialRun, keys_of, stoppable
 
-# Keys that decide how a step is computed or what is written, but not the loss.
+# Keys that decide how a step is computed or what is written, but not the loss; except INITIAL_WEIGHTS.
+INITIAL_WEIGHTS = "checkpoint.initial_load_path"
 SAME_LOSS = (
     "activation_checkpoint.", "checkpoint.", "comm.", "compile.", "data.cache_dir", "data.num_workers",
     "generation.", "job.", "metrics.", "parallelism.", "profiling.", "training.gc_freq",
@@ -154,7 +155,7 @@ def _check(job: Job, axes: Sequence[Axis], num_rungs: int) -> None:
         if axis.key in ("training.steps", "training.seed", "job.dump_folder"):
             raise ConfigError(f"command line, --{axis.key}: a search sets this key itself")
         is_batch = axis.key == "training.local_batch_size" and job.training.global_batch_size > 0
-        if is_batch or axis.key.startswith(SAME_LOSS):
+        if is_batch or (axis.key.startswith(SAME_LOSS) and axis.key != INITIAL_WEIGHTS):
             fixed = " with a fixed global_batch_size" * is_batch
             raise ConfigError(
                 f"command line, --{axis.key}: a search compares losses, which this key does not "

@@ -38,6 +38,10 @@ def command(folder: Path, corpus: Path, *words: str) -> list[str]:
             "a search compares losses, which this key does not change with a fixed global_batch_size; ",
         ),
         (["--compile.enable=true,false"], "--compile.enable: a search compares losses, which this key does"),
+        (
+            ["--checkpoint.initial_load_path=a:b,a_b"],  # which changes the loss
+            "command line: two of these values have the same letters and digits",
+        ),
         (["--optimizer.lr=2:1:3"], "--optimizer.lr: 2:1:3 is not LOW:HIGH:NUM with 0 < LOW < HIGH"),
         (["--optimizer.lr=1e-3:4e-3"], "--optimizer.lr: 1e-3:4e-3 is not LOW:HIGH:NUM"),
         (["--optimizer.lr=1:2:9999"], "--optimizer.lr: only 2 of its 9999 values differ when rounded"),
