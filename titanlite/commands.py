@@ -42,7 +42,7 @@ TRAIN = """usage: titanlite train CONFIG.toml [--section.key=value ...]
 
 Train from a TOML file, in this process; ./run_train.sh and `titanlite launch` start several processes.
 `titanlite train [CONFIG.toml] --help SECTION` lists the keys of one section, `--help SECTION.KEY` explains a
-key, and `--help all` lists every key; all of them with those of components that CONFIG.toml imports.
+key, and `--help all` lists every key. With CONFIG.toml, they include the components that the file imports.
 """
 EVALUATES = (
     "; `titanlite compare RUN` prints the validation losses of a run, and docs/howto.md#evaluate shows how "

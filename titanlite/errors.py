@@ -30,8 +30,8 @@ class LoaderError(RuntimeError):
 
 
 def is_out_of_host_memory(error: BaseException) -> bool:
-    """Whether an error without an exit code of its own means that the machine's memory is used up, or what
-    this process may have of it."""
+    """Whether an error means that the machine's memory is used up, or that this process has reached its limit
+    of memory. An error with the attribute `exit_code` does not."""
     refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
     is_memory = isinstance(error, MemoryError) or refused or "DefaultCPUAllocator: " in str(error)
     return is_memory and not hasattr(error, "exit_code")

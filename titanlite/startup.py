@@ -437,7 +437,7 @@ def open_meter(
     job: Job, rt: Runtime, flops_per_token: Mapping[int, int], resumed_step: int, changes: Sequence[str]
 ) -> Meter:
     """The meter of a run that continues after `resumed_step` (0: a new run), and on rank 0 its open sinks.
-    `changes`: those of `log_changes`."""
+    `changes`: the result of `log_changes`."""
     sinks = Sinks({})
     if rt.rank == 0:
         run = RunInfo.of(job.folder, toml.as_tree(job), resumed_step, job.training.steps)

@@ -273,7 +273,10 @@ class Checkpointer:
             self._record_start(healthy)
             self._archive(after=healthy or 0)
         except (OSError, ConfigError) as e:  # must not hide that training has diverged
-            return f"{self.folder}: what was saved since could not be archived: {e}; move it away"
+            return (
+                f"the later checkpoints and exports could not be archived: {e}; move them out of "
+                f"{self._run_folder}, or the next start may continue from them"
+            )
         if healthy is None:
             way = "no healthy checkpoint was saved before, and the next start begins at step 1"
         else:

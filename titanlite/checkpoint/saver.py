@@ -196,7 +196,7 @@ class Saver:
             if not self._folder.is_dir():
                 logger.error(
                     f"{self._folder} is gone: removed, or on a disk that is not mounted any more; it is made "
-                    f"again for step {step}, without what it held"
+                    f"again for step {step}, without its earlier checkpoints"
                 )
                 make_folder(self._folder)
             commit.check_space(self._folder, size)

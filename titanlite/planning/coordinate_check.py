@@ -169,8 +169,8 @@ def slopes(sizes: Mapping[int, Mapping[str, Size]]) -> dict[str, Slopes]:
 def largest_slope(widths: Sequence[int]) -> float:
     """The largest slope that passes where it should be 0. Sizes scatter by 5 to 17% from seed to seed
     (debug, 128 to 1024), which gives a slope of three seeds an error of 0.04 if the widths span a factor of
-    8, and of 0.06 for a factor of 4. So what passes is a change over all widths: that of a slope of 0.1 over
-    a factor of 8."""
+    8, and of 0.06 for a factor of 4. So the limit is one of the change over all widths: the change that a
+    slope of 0.1 makes over a factor of 8."""
     return TOLERANCE * max(1.0, math.log(SPAN) / math.log(max(widths) / min(widths)))
 
 

@@ -22,7 +22,7 @@ IN_FOLDERS = (".txt", *LINES, ".parquet")  # formats that are read if a director
 METADATA = ("dataset_info.json", "dataset_infos.json")  # Hugging Face's metadata beside a dataset's text
 PLAIN_TEXT = (".txt", ".text", ".md")  # one document, even if it looks like JSON or CSV
 CONVERT, EXTRACT = "convert it to .jsonl or .parquet", "extract its text"
-# Content that is not plain text: how it begins, its format, and what to do.
+# Content that is not plain text: a pattern of its first bytes, its format, and advice.
 SIGNATURES = (
     (rb"\x1f\x8b", "gzip", "name it .gz"),
     (rb"\x28\xb5\x2f\xfd", "zstd", "name it .zst"),

@@ -23,7 +23,7 @@ MAX_CONNECTED = 256  # ranks that gloo connects with each other at the start
 
 
 class Place(NamedTuple):
-    """The number of this process among those of the job, and among those of the job on its node."""
+    """The rank of this process among all processes of the job, and its local rank among those on its node."""
 
     rank: int = 0
     num_ranks: int = 1

@@ -52,7 +52,7 @@ class StopRequests:
     def begin(self, stop_file: Path | None) -> None:
         """The training loop begins: from now on a request waits for the end of a step. `stop_file`: the path
         of the STOP file on rank 0, None on other ranks. Raises Stopped if a signal came before: Python drops
-        what a handler raises in a destructor or in the callback of a weak reference."""
+        an exception that a handler raises in a destructor or in the callback of a weak reference."""
         self.raise_if_early()
         self._file, self._stepping = stop_file, True
 
@@ -130,7 +130,7 @@ def handled_signals() -> list[signal.Signals]:
 @contextmanager
 def stop_requests(leaves: bool = False) -> Iterator[StopRequests]:
     """Note signals as requests in the body. Other threads than the main thread get no signals. An error of
-    the body after a request to stop before the training loop becomes Stopped: what the handler raises may
+    the body after a request to stop before the training loop becomes Stopped: the handler's exception may
     have broken an import. `leaves`: see StopRequests; for the imports, of which some drop every error."""
     requests = StopRequests(leaves)
     before: dict[int, Any] = {}
