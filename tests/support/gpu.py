@@ -31,28 +31,28 @@ def trained(
     **environment: str,
 ) -> str:
     """The log of the base job, which must end with exit code `code`. Modules in `folder` can be imported.
-    Runs `program`, or `titanlite launch` on NGPU ranks in a copy of a process that has imported titanlite:
-    the imports take longer than the run."""
+    Runs `program`, or run_train.sh on NGPU ranks. A single rank runs in a copy of a process that has imported
+    titanlite: the imports take longer than the run."""
     folder.mkdir(parents=True, exist_ok=True)
     where = [f"--job.dump_folder={folder / name}", f"--data.cache_dir={corpus / 'cache'}"]
     job = [str(write_toml(folder, corpus)), *where, FOUR_MICRO_BATCHES, *overrides]
     path = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {"PYTHON": sys.executable, "PYTHONPATH": path, **environment}
-    if program is None:
+    if program is None and environment.get("NGPU", "1") == "1":
         (log := folder / f"{name}.log").unlink(missing_ok=True)
-        words = ["titanlite", "launch", f"--nproc-per-node={environment.get('NGPU', '1')}", *job]
-        (returned,) = Ranks(1, _launch, words, folder, log, environment, gpus=True).exits()
+        words = ["titanlite", "train", *job]
+        (returned,) = Ranks(1, _train, words, folder, log, environment, gpus=True).exits()
         text = log.read_text()
     else:
-        done = subprocess.run(
-            [*program, *job], env=os.environ | environment, capture_output=True, text=True, check=False
-        )
+        command = [*(program or [str(ROOT / "run_train.sh")]), *job]
+        env = os.environ | environment
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         returned, text = done.returncode, done.stderr
     assert returned == code, text
     return text
 
 
-def _launch(words: list[str], folder: Path, log: Path, environment: dict[str, str]) -> NoReturn:
+def _train(words: list[str], folder: Path, log: Path, environment: dict[str, str]) -> NoReturn:
     """Run the program `titanlite` in this process, which ends with it. `words`: sys.argv."""
     write_output_to(log)
     os.environ.update(environment)
