@@ -62,7 +62,7 @@ def _train(words: list[str], folder: Path, log: Path, environment: dict[str, str
 
 
 def run(folder: Path, corpus: Path, *overrides: str, ngpu: int = 1, name: str = "run") -> list[dict]:
-    """Run the base job through run_train.sh. Returns its metrics."""
+    """Run the base job on `ngpu` ranks. Returns its metrics."""
     trained(folder, corpus, *overrides, name=name, NGPU=str(ngpu))
     return metrics_of(make_job(folder, corpus, FOUR_MICRO_BATCHES, *overrides, name=name, world_size=ngpu))
 
