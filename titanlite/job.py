@@ -390,6 +390,8 @@ def build_tokenizer(job: Job, source: str | Path = "") -> Tokenizer:
     try:
         return job.tokenizer.build()
     except ConfigError as e:
+        if Path(getattr(job.tokenizer, "path", "")).exists():
+            raise  # the files are there: another tokenizer is no remedy
         source = Path(source or job.checkpoint.initial_load_path or job.folder)
         for folder in (job.folder, source, *source.parents[:2]):  # a run, its checkpoints, or one of these
             copy = getattr(job.tokenizer.in_folder(folder / TOKENIZER), "path", "")

@@ -550,7 +550,7 @@ def test_few_inodes_are_one_line(tmp_path: Path, corpus: Path, capsys: pytest.Ca
 def test_a_run_folder_that_is_removed_is_made_again(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Metrics since the removal are kept until the next save makes the folder."""
+    """Metrics since the removal are kept until the next save makes the folder, and locks it again."""
     job = make_job(tmp_path, corpus)
     report_saves = Run.report_saves
 
@@ -558,9 +558,14 @@ def test_a_run_folder_that_is_removed_is_made_again(
         report_saves(self)
         if self.state.step == 2:
             shutil.rmtree(job.folder)
+        if self.state.step == 6:
+            self.checkpoints.saver.wait()
+            locked.append((job.folder / "LOCK").read_text().startswith(f"process {os.getpid()} "))
 
+    locked = list[bool]()
     monkeypatch.setattr(Run, "report_saves", removing)
     assert train(job) == 0
+    assert locked == [True]
     said = [line for line in capsys.readouterr().err.splitlines() if "made again for step 4" in line]
     assert len(said) == 1
     assert [step for step, _ in commit.list_committed(job.folder / "checkpoint")] == [4, 8]

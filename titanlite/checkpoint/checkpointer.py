@@ -98,7 +98,7 @@ class Checkpointer:
         self._faults: list[Fault] = []  # on rank 0: damaged checkpoints that are not renamed yet
         self._exports = exports
         self._task: Future[None] | None = None  # on rank 0: the saving thread's newest task besides saves
-        self.saver = Saver(config, self.ranks, self._after_commit)
+        self.saver = Saver(config, self.ranks, self._keep_lock, self._after_commit)
         try:
             self.ranks.from_rank_zero(self._take_lock)
             self._candidate = self._open()
@@ -436,6 +436,10 @@ class Checkpointer:
 
     def _take_lock(self) -> None:
         self._lock = FolderLock(self._run_folder)
+
+    def _keep_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.renew()
 
     def _write_owner(self) -> None:
         assert self._lock is not None

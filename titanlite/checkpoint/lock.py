@@ -55,6 +55,14 @@ class FolderLock:
         except OSError as e:
             raise ConfigError(f"{self._path} cannot be written to: {e}", "job.dump_folder") from None
 
+    def renew(self) -> None:
+        """Lock the folder again if it was removed while this process had the lock. Raises ConfigError if
+        another process has locked the folder since."""
+        if not os.fstat(self._file.fileno()).st_nlink:
+            self.close()
+            FolderLock.__init__(self, self._path.parent, wait_s=0)
+            self.write_owner()
+
     def close(self) -> None:
         """Release the lock."""
         with suppress(OSError):  # a full disk; the file is closed all the same

@@ -46,10 +46,18 @@ class Snapshot(NamedTuple):
 class Saver:
     """Saves checkpoints of one run into `ranks.folder`. Methods are collective unless they say otherwise.
 
-    `on_commit(step)` is called on rank 0, on the saving thread, when the checkpoint of `step` is complete."""
+    Both are called on rank 0, on the saving thread: `before_save()` before anything is written, and
+    `on_commit(step)` when the checkpoint of `step` is complete."""
 
-    def __init__(self, config: Checkpoint, ranks: Ranks, on_commit: Callable[[int], None]):
-        self._config, self.ranks, self._on_commit = config, ranks, on_commit
+    def __init__(
+        self,
+        config: Checkpoint,
+        ranks: Ranks,
+        before_save: Callable[[], None],
+        on_commit: Callable[[int], None],
+    ):
+        self._config, self.ranks = config, ranks
+        self._before_save, self._on_commit = before_save, on_commit
         self._folder = ranks.folder
         self._host = HostBuffers()
         self._plans = SavePlans(ranks)
@@ -193,6 +201,7 @@ class Saver:
 
     def _begin(self, step: int, size: int) -> Path:
         with _disk_errors(f"step {step} could not be saved: "):
+            self._before_save()
             if not self._folder.is_dir():
                 logger.error(
                     f"{self._folder} is gone: removed, or on a disk that is not mounted any more; it is made "

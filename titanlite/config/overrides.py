@@ -33,7 +33,8 @@ def split_overrides(items: Sequence[str]) -> list[tuple[str, Word]]:
     while rest:
         item = rest.pop(0)
         if not item.startswith("--") or item == "--":
-            more = "; a command has one TOML file, which comes first" if item.endswith(".toml") else ""
+            is_word = not item.startswith("-")
+            more = "; a command has one TOML file, which comes before all options" if is_word else ""
             raise ConfigError(f"command line: expected --section.key=value, got {item!r}{more}")
         key, equals, text = item[2:].partition("=")
         if (numbered := re.sub(r"\[(\d+)\]", r".\1", key)) != key:

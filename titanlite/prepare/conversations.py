@@ -15,7 +15,7 @@ from titanlite.prepare import corpus
 from titanlite.prepare.corpus import Document, FileSplit, Limits, OnBad
 from titanlite.prepare.formats import check_content, format_of
 from titanlite.tokenizers.chat import ROLES, ChatFormat
-from titanlite.tokenizers.message_fields import REMEDY, is_description, unread
+from titanlite.tokenizers.message_fields import REMEDY, TRAINED, is_description, unread
 from titanlite.tokenizers.template import TemplateLimitError
 
 SHAREGPT_ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
@@ -99,7 +99,11 @@ def messages_of(record: dict[str, Any], chat: ChatFormat) -> list[dict[str, Any]
     if not isinstance(record[key], list) or not record[key]:
         raise ValueError(f"`{key}` is not a list of messages")
     if others := unread(record, FIELDS):
-        raise ValueError(f"the conversation has `{others[0]}`, which nothing reads: {REMEDY}")
+        in_messages = others[0] in TRAINED
+        remedy = (
+            "write it into the assistant's messages, or leave the conversation out" if in_messages else REMEDY
+        )
+        raise ValueError(f"the conversation has `{others[0]}`, which nothing reads: {remedy}")
     messages = [_message(message, f"{key}[{i}]", chat) for i, message in enumerate(record[key])]
     if (system := record.get("system")) in (None, ""):
         return messages

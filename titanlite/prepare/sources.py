@@ -210,8 +210,10 @@ def _fingerprint(files: Sequence[Path], name: str, field: str) -> str:
 def _prepare(files: Sequence[Path], path: Path, tokenizer: Tokenizer, options: PrepareOptions) -> TokenShards:
     try:
         shards = prepare(files, path, tokenizer, options)
-    except ConfigError:
+    except ConfigError as e:
         discard(path)  # it is useless: correcting the input changes the directory's name
+        if e.key == "output":
+            raise ConfigError(str(e), "data.cache_dir") from None
         raise
     assert shards is not None  # there is one worker
     return shards

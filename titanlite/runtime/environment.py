@@ -55,8 +55,9 @@ def _number(name: str, default: int | None, least: int, most: int | None = None)
     expected = f">= {least}" if most is None else f"from {least} to {most}"
     sizes = (size for size in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if size != name and size in os.environ)
     because = "".join(f", {size}={os.environ[size]}" for size in sizes)
+    given = f"{name}={text}" if text else f"{name} is not set"
     raise ConfigError(
-        f"{name}={text or ''}{because}: expected an integer {expected}. `titanlite launch` and torchrun set "
+        f"{given}{because}: expected an integer {expected}. `titanlite launch` and torchrun set "
         "these variables; for a single process, unset WORLD_SIZE"
     )
 

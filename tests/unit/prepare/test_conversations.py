@@ -515,7 +515,7 @@ BAD_LINES = {
     "tools that nothing reads": (json.dumps({**PLAIN, "tools": [{}]}), "conversation has `tools`, which"),
     "loss_mask": (
         json.dumps({**PLAIN, "loss_mask": [0, 1]}),
-        "the conversation has `loss_mask`, which nothing reads: name the field in ignore_fields",
+        "the conversation has `loss_mask`, which nothing reads: write it into the assistant's messages",
     ),
     "weight": (
         json.dumps({"messages": [USER, ANSWER | {"weight": 0.5}]}),

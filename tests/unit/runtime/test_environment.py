@@ -128,7 +128,7 @@ def test_the_place_of_this_process(
         ({"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc, LOCAL_WORLD_SIZE=2: expected an integer >= 1"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0, .*: expected an integer >= 1"),
         ({"RANK": "4"}, "RANK=4, WORLD_SIZE=4, LOCAL_WORLD_SIZE=2: expected an integer from 0 to 3"),
-        ({"RANK": ""}, "RANK=, WORLD_SIZE=4, .*: expected an integer from 0 to 3"),
+        ({"RANK": ""}, "RANK is not set, WORLD_SIZE=4, .*: expected an integer from 0 to 3"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2, .*: expected an integer from 0 to 1"),
         ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8, WORLD_SIZE=4: expected an integer from 1 to 4"),
     ],
