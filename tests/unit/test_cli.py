@@ -520,10 +520,10 @@ def test_launch_checks_the_job_for_all_ranks_before_it_starts_any(run, trained, 
 @pytest.mark.parametrize(
     ("nodes", "override", "message"),
     [
-        ("2", "--training.global_batch_size=6", "= 8; .* checked for 2 nodes .* with NGPU=2 on each of them"),
+        ("2", "--training.global_batch_size=6", "= 8; .* checked for 2 nodes .* with NGPU=2 on each node"),
         ("1:2", "--training.global_batch_size=-1", "-1 depends on the number of ranks: set .*NNODES=1:2"),
         ("2:3", "--training.global_batch_size=12", "x 4 ranks = 8; .*; checked for 2 nodes"),
-        ("1:2", "--parallelism.data_parallel_shard_degree=4", "makes 4 ranks, there are 2; .* for 1 nodes"),
+        ("1:2", "--parallelism.data_parallel_shard_degree=4", "makes 4 ranks, there are 2; .* for 1 node "),
     ],
 )
 def test_launch_checks_the_job_for_each_number_of_nodes(run, trained, config, nodes, override, message):

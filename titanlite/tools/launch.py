@@ -73,5 +73,6 @@ def _check_nodes(job: Job, options: Namespace, nodes: int) -> None:
     except ConfigError as e:
         if options.max_nodes == 1:
             raise
-        text = f"{e}; checked for {nodes} nodes (NNODES={options.nnodes}) with NGPU={ngpu} on each of them"
+        num = "1 node" if nodes == 1 else f"{nodes} nodes"
+        text = f"{e}; checked for {num} (NNODES={options.nnodes}) with NGPU={ngpu} on each node"
         raise ConfigError(text, e.key) from None
