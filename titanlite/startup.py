@@ -308,7 +308,8 @@ def log_changes(
     for text in texts:
         logger.info(f"changed since step {train['step']}: {text}")
     next_step = state.step + 1, state.next_sequence
-    with suppress(ConfigError):  # a component of the file that is no longer imported
+    # A component of the file that is no longer imported, or one that cannot tell the rate of this step.
+    with suppress(Exception):
         then = toml.build(Job, saved, locator)
         rate = then.learning_rate(then.open_stages(train["global_batch_size"]), *next_step)
         new = job.learning_rate(stages, *next_step)

@@ -100,9 +100,7 @@ class CommitRecord:
         if load_step != -1:
             with suppress(CheckpointError):  # a damaged file tells nothing
                 last = self.read()
-        if last is None or last.step is None:
-            return False
-        return last.load_step == load_step and last.step < load_step
+        return last is not None and last.load_step == load_step and (last.step or 0) < load_step
 
     def quarantine_if_damaged(self) -> None:
         """Rename the file if it is damaged. Called before a new run replaces the file."""

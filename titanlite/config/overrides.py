@@ -33,7 +33,7 @@ def split_overrides(items: Sequence[str]) -> list[tuple[str, Word]]:
     while rest:
         item = rest.pop(0)
         if not item.startswith("--") or item == "--":
-            is_word = not item.startswith("-")
+            is_word = (item[:1].isalpha() or item[:1] in ("/", ".", "~")) and "=" not in item
             more = "; a command has one TOML file, which comes before all options" if is_word else ""
             raise ConfigError(f"command line: expected --section.key=value, got {item!r}{more}")
         key, equals, text = item[2:].partition("=")

@@ -94,9 +94,11 @@ def has_text(file: Path) -> bool:
 def check_content(file: Path, beginning: bytes) -> None:
     """Raise ConfigError for a file that is not plain text, by its name or by how its content begins."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
-    known = SIGNATURES if set(suffixes[-2:]) & set(PLAIN_TEXT) else (*SIGNATURES, *STRUCTURES)
+    inner = file.with_suffix("") if format_of(file)[1] else file
+    is_plain = inner.suffix.lower() in PLAIN_TEXT
+    known = SIGNATURES if is_plain else (*SIGNATURES, *STRUCTURES)
     formats = [(name, advice) for pattern, name, advice in known if re.match(pattern, beginning)]
-    if {".csv", ".tsv"} & set(suffixes[-2:]):
+    if not is_plain and {".csv", ".tsv"} & set(suffixes[-2:]):
         formats = [("CSV or TSV", CONVERT)]
     if formats:
         (name, advice), *_ = formats

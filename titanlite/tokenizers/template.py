@@ -139,7 +139,8 @@ def _shared_process() -> _Process:
 
 def main() -> None:
     """Answer the requests in standard input, one per line, until its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # a signal to the whole job is for the process that asks
     with suppress(ValueError, OSError):  # the limit is lower already, or the system has none
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     for line in sys.stdin.buffer:

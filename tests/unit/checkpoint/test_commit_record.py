@@ -42,6 +42,13 @@ def recorded(folder: Path) -> dict[str, Any]:
     return json.loads((folder / RECORD).read_text())
 
 
+def test_a_run_that_went_back_to_its_beginning_does_not_go_to_load_step_again(tmp_path: Path) -> None:
+    record = commit_record.CommitRecord(tmp_path, Checkpoint(load_step=100))
+    for start, is_before in ((100, False), (80, True), (None, True)):
+        record.record_start(start)
+        assert record.has_rewound_before_load_step() == is_before
+
+
 def test_each_commit_is_recorded_outside_the_checkpoint_folder(tmp_path: Path) -> None:
     run, toy = open_run(tmp_path), Toy()
     assert recorded(tmp_path) == {"step": None, "folder": "checkpoint", "restarted": False, "load_step": -1}

@@ -696,7 +696,7 @@ def test_a_file_that_is_not_plain_text_is_refused(
         list(documents([file], "text"))
 
 
-@pytest.mark.parametrize("name", ["x.txt", "x.json.txt", "x.MD", "x.txt.gz"])
+@pytest.mark.parametrize("name", ["x.txt", "x.json.txt", "x.csv.txt", "x.MD", "x.txt.gz"])
 @pytest.mark.parametrize("text", ['{"text": "one"}', "id,text\n1,a\n"])
 def test_a_file_that_is_named_as_plain_text_is_one_document(tmp_path: Path, name: str, text: str) -> None:
     compress = gzip.compress if name.endswith(".gz") else bytes
