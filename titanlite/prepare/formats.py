@@ -103,4 +103,4 @@ def check_content(file: Path, beginning: bytes) -> None:
     if formats:
         (name, advice), *_ = formats
         plain = ", or .txt to read the file as one document" if name == "JSON" else ""
-        raise ConfigError(f"{file} looks like {name}, but its name says plain text: {advice}{plain}")
+        raise ConfigError(f"{file} looks like {name}, which its name does not say: {advice}{plain}")
