@@ -24,13 +24,13 @@ import torch
 
 from titanlite import startup
 from titanlite.checkpoint.run_folder import RunFolder
-from titanlite.commands import CONFIG_NUMBERS, NO_FILES, take_flag, take_numbers
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.overrides import split_arguments
 from titanlite.job import Job, load_job
 from titanlite.models.base import Decoder
+from titanlite.options import take_flag, take_numbers
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.apply import ParallelSettings
 from titanlite.parallel.expert_loads import check_routers
@@ -40,6 +40,7 @@ from titanlite.planning import dry_run
 from titanlite.runtime.environment import set_library_defaults
 from titanlite.runtime.process import pick_device
 from titanlite.runtime.training import BatchLayout, choose_param_dtype
+from titanlite.tools.verbs import CONFIG_NUMBERS, NO_FILES
 
 GPUS_PER_NODE = 8  # without --gpus-per-node
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from titanlite import startup
-from titanlite.commands import launch_arguments
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.paths import check_output_file
@@ -41,6 +40,7 @@ from titanlite.runtime.link import block_collectives
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, runtime
 from titanlite.tools.plan import decisive_keys, planned_run
+from titanlite.tools.verbs import launch_arguments
 
 SHORT_S = 0.25  # planned seconds of a micro-batch, above which models with fewer blocks are measured
 LONG_S = 2.0  # planned seconds of a micro-batch, above which fewer sequences are measured

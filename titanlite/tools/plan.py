@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from titanlite import startup
-from titanlite.commands import plan_arguments
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.paths import check_output_file
 from titanlite.data.dataset import RunSequences
 from titanlite.files import write_atomically
 from titanlite.job import Job, load_job
+from titanlite.lab.verbs import plan_arguments
 from titanlite.log import for_terminal
 from titanlite.models.base import Decoder
 from titanlite.planning.calibration import Measurement, planned_gpus, read_measurement

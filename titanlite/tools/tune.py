@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 
-from titanlite import commands
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.paths import check_output_file
 from titanlite.files import write_atomically
 from titanlite.job import Job, load_job
+from titanlite.lab.verbs import tune_arguments
 from titanlite.log import set_up_logging
 from titanlite.models.base import ModelFamily
 from titanlite.optim.base import Optimizer
@@ -57,7 +57,7 @@ BATCH = 4, 64  # sequences, tokens
 
 def main(argv: Sequence[str]) -> int:
     """Run the search or the check. Returns the exit code."""
-    options, overrides = commands.tune_arguments(argv)
+    options, overrides = tune_arguments(argv)
     if options.find_batch:
         return find_batch.main(options, overrides)
     if options.measure:

@@ -10,11 +10,11 @@ import pytest
 
 from tests.support.tiers import full
 from titanlite import cli
-from titanlite.commands import tune_arguments
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.shipped import shipped_configs
 from titanlite.job import load_job
+from titanlite.lab.verbs import tune_arguments
 from titanlite.optim.base import ParamGroup
 from titanlite.planning import width as rules
 from titanlite.planning.coordinate_check import Size, Slopes, largest_slope, slopes
