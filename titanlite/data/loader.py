@@ -186,7 +186,8 @@ class SequenceLoader(Loader[Batch | ConfigError]):
         return batch
 
     def _data_loader(self) -> DataLoader[Any]:
-        return DataLoader(self._sequences, batch_sampler=self._order, **self._settings())
+        order: Any = self._order  # an endless one, which torch's types do not foresee
+        return DataLoader(self._sequences, batch_sampler=order, **self._settings())
 
 
 def _set_up_worker(worker: int) -> None:
