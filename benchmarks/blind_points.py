@@ -45,7 +45,7 @@ from titanlite.planning.cards import CARDS, GIB, Cluster  # noqa: E402
 from titanlite.planning.layouts import DOES_NOT_FIT, FITS, verdict  # noqa: E402
 from titanlite.planning.memory import rank_memory  # noqa: E402
 from titanlite.planning.step_time import guesses, step_time  # noqa: E402
-from titanlite.report.terminal import table  # noqa: E402
+from titanlite.table import table  # noqa: E402
 from titanlite.tools.plan import planned_run  # noqa: E402
 
 LIST, RESULTS = ROOT / "benchmarks/blind_points.toml", ROOT / "benchmarks/results"

@@ -29,7 +29,7 @@ from titanlite.planning.calibration import read_measurement  # noqa: E402
 from titanlite.planning.cards import Cluster  # noqa: E402
 from titanlite.planning.layouts import assess  # noqa: E402
 from titanlite.planning.step_time import guesses  # noqa: E402
-from titanlite.report.terminal import table  # noqa: E402
+from titanlite.table import table  # noqa: E402
 from titanlite.tools.plan import planned_run  # noqa: E402
 
 OF_125M = [

@@ -27,7 +27,7 @@ from titanlite.job import load_job  # noqa: E402
 from titanlite.planning.cards import CARDS, GIB, Cluster  # noqa: E402
 from titanlite.planning.memory import rank_memory  # noqa: E402
 from titanlite.planning.step_time import guesses, step_time  # noqa: E402
-from titanlite.report.terminal import table  # noqa: E402
+from titanlite.table import table  # noqa: E402
 from titanlite.tools.plan import planned_run  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"

@@ -29,9 +29,9 @@ from titanlite.planning.cards import GIB, Card, Cluster
 from titanlite.planning.memory import rank_memory
 from titanlite.planning.planned import PlannedRun
 from titanlite.report.recorded_run import Record, read_run
-from titanlite.report.terminal import table
 from titanlite.runtime.signals import Stopped, StopRequests
 from titanlite.runtime.training import BatchLayout
+from titanlite.table import table
 from titanlite.tools.plan import planned_run
 from titanlite.tools.trial_runs import LOOK_S, RunFailed, end_runs, groups_of_gpus, start_run, stoppable
 

@@ -25,7 +25,7 @@ from titanlite.planning import scaling_law
 from titanlite.planning.scaling_law import FittedLaw
 from titanlite.report.charts import short
 from titanlite.report.recorded_run import METRICS, SEQUENCES, TOKENS, RecordedRun, names_of, read_run
-from titanlite.report.terminal import table
+from titanlite.table import table
 
 LOSS, RATE = "eval/loss", "train/learning_rate"
 MIN_RUNS = 8  # five constants are fitted

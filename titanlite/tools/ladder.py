@@ -27,10 +27,10 @@ from titanlite.planning.layouts import assess
 from titanlite.report.charts import short
 from titanlite.report.page import report
 from titanlite.report.recorded_run import read_run
-from titanlite.report.terminal import table
 from titanlite.runtime.process import device_name
 from titanlite.runtime.training import BatchLayout
 from titanlite.startup import job_toml_text
+from titanlite.table import table
 from titanlite.tools.fit import MIN_RUNS
 from titanlite.tools.plan import planned_run
 from titanlite.tools.trial_runs import LOSS, Record, Trainer, TrialRun, keys_of, stoppable

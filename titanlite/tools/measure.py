@@ -32,13 +32,13 @@ from titanlite.planning.coordinate_check import Trial, random_batches
 from titanlite.planning.layouts import DOES_NOT_FIT, FITS, Layout, assess
 from titanlite.planning.step_time import LINK_SHARE
 from titanlite.planning.step_timer import seconds_of, time_steps
-from titanlite.report.terminal import table
 from titanlite.runtime.compile_cache import use_compile_cache
 from titanlite.runtime.environment import is_under_torchrun, prepare_to_launch
 from titanlite.runtime.launcher import start_ranks
 from titanlite.runtime.link import block_collectives
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, runtime
+from titanlite.table import table
 from titanlite.tools.plan import decisive_keys, planned_run
 from titanlite.tools.verbs import launch_arguments
 

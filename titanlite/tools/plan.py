@@ -39,8 +39,8 @@ from titanlite.planning.saves import GPU_HOURS_PER_FAILURE, best_saves, span
 from titanlite.planning.sharding import knows_state, too_many_shards
 from titanlite.planning.step_time import guesses
 from titanlite.report.charts import short
-from titanlite.report.terminal import table
 from titanlite.runtime.training import BatchLayout, choose_param_dtype
+from titanlite.table import table
 from titanlite.tools import fit
 from titanlite.tools.memory_picture import memory_svg
 

@@ -35,7 +35,7 @@ from titanlite.planning.search import (
 from titanlite.progress import Progress
 from titanlite.report.page import report
 from titanlite.report.recorded_run import read_run
-from titanlite.report.terminal import table
+from titanlite.table import table
 from titanlite.tools.trial_runs import Record, Trainer, TrialRun, keys_of, stoppable
 
 # Keys that decide how a step is computed or what is written, but not the loss; except INITIAL_WEIGHTS.

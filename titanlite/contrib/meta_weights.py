@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from titanlite.checkpoint import commit
 from titanlite.checkpoint.reader import read_metadata
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import read_object
@@ -58,11 +57,6 @@ SHARD_DIMS = {"wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "output": 0, "wo": 1,
 def is_meta(path: Path) -> bool:
     """Return whether the directory has Meta's files."""
     return any(path.glob("consolidated.*.pth"))
-
-
-def is_foreign_dcp(path: Path) -> bool:
-    """Return whether `path` is a DCP checkpoint of another program than titanlite."""
-    return (path / ".metadata").exists() and not (path / commit.MANIFEST).exists()
 
 
 def open_torchtitan(path: Path, family: ModelFamily) -> Weights:

@@ -10,9 +10,9 @@ import pytest
 
 from tests.support.curves import falling, noise_like, write_run
 from titanlite.cli import run
+from titanlite.report.compare import comparison, table
 from titanlite.report.page import report
 from titanlite.report.recorded_run import names_of, read_run
-from titanlite.report.terminal import comparison, table
 
 JOB = '[optimizer]\nname = "adamw"\nlr = {}\n[[data.sources]]\nname = "tokens"\nweight = {}\n'
 

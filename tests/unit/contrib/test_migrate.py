@@ -15,7 +15,8 @@ from titanlite import cli
 from titanlite.checkpoint.run_identity import flatten
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
-from titanlite.interop.torchtitan_toml import (
+from titanlite.contrib.migrate import migrate, migrate_key, own_keys, reason_without_counterpart
+from titanlite.contrib.torchtitan_keys import (
     CONVERTED,
     DEFAULTS,
     FLAVORS,
@@ -25,7 +26,6 @@ from titanlite.interop.torchtitan_toml import (
     WITH_EXPERTS,
 )
 from titanlite.job import Job, load_job
-from titanlite.tools.migrate import migrate, migrate_key, own_keys, reason_without_counterpart
 
 # Keys and values as torchtitan's Llama 3 files have them, in 0.1 and in 0.2; then what differs by size.
 BOTH: dict[str, Any] = {

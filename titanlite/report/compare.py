@@ -1,4 +1,7 @@
-"""The comparison of runs as plain text: verdicts, facts, losses at equal tokens, keys that differ."""
+"""Compare runs on the terminal: verdicts, losses at equal tokens, times, and the keys that differ.
+
+The first run is the one that the others are compared with. `titanlite report` writes the long form.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,28 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from titanlite import commands
+from titanlite.config.component import ConfigError
 from titanlite.log import printable
 from titanlite.report.charts import short
 from titanlite.report.estimates import Series, smooth
-from titanlite.report.facts import all_verdicts, changed_keys, facts, one_line
-from titanlite.report.recorded_run import RecordedRun
+from titanlite.report.facts import all_verdicts, changed_keys, facts
+from titanlite.report.recorded_run import RecordedRun, names_of, read_run
 from titanlite.report.timeline import duration, timeline
 from titanlite.report.verdicts import nats
+from titanlite.table import table
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the tokens that all runs have trained on
-MAX_CELL = 60  # characters
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the comparison."""
+    options = commands.parser("compare").read(argv)
+    if len(options.runs) < 2:
+        raise ConfigError("name at least two runs; `titanlite report RUN` reports on one")
+    runs = [read_run(folder, name) for folder, name in zip(options.runs, names_of(options.runs))]
+    print(comparison(runs, options.price_per_gpu_hour), end="")
+    return 0
 
 
 @np.errstate(all="ignore")  # values that are not finite are left out
@@ -105,19 +120,3 @@ def _changes(runs: Sequence[RecordedRun]) -> str:
 
 def _problems(runs: Sequence[RecordedRun]) -> str:
     return "\n".join(f"{run.name}: {problem}" for run in runs for problem in run.problems)
-
-
-def table(rows: Sequence[Sequence[str]], num_texts: int | None = None) -> str:
-    """Return rows of cells as lines with aligned columns; long cells are cut. `num_texts`: the columns after
-    so many are numbers, which are aligned on the right; None: all columns are texts."""
-    cells = [[one_line(printable(cell), MAX_CELL) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    texts = len(widths) if num_texts is None else num_texts
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i < texts else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths))
-        )
-        for row in cells
-    ]
-    return "\n".join(line.rstrip() for line in lines)

@@ -17,10 +17,10 @@ from tests.support.foreign import random_tensors, reference_logits, write_meta, 
 from tests.support.jobs import make_job, metrics_of
 from tests.support.models import SCALED, VARIANTS, family, random_net, row
 from titanlite.config.component import ConfigError
+from titanlite.contrib.meta_weights import IN_BLOCK, OUTSIDE_BLOCKS
 from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.step_sizes import StepSizes
 from titanlite.interop.initial import open_weights
-from titanlite.interop.torchtitan_meta import IN_BLOCK, OUTSIDE_BLOCKS
 from titanlite.interop.weights import check, load_weights
 from titanlite.models.base import Decoder
 from titanlite.models.llama3 import Llama3

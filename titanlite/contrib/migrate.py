@@ -23,9 +23,9 @@ from titanlite.config.component import ConfigError, suggest
 from titanlite.config.overrides import put
 from titanlite.config.paths import check_new
 from titanlite.config.places import Locator
+from titanlite.contrib import torchtitan_keys as tables
+from titanlite.contrib.torchtitan_keys import Values
 from titanlite.files import write_atomically
-from titanlite.interop import torchtitan_toml as tables
-from titanlite.interop.torchtitan_toml import Values
 from titanlite.job import Job
 from titanlite.tools.config import build_on_meta
 
