@@ -16,7 +16,7 @@ from titanlite.attention.flash_attention_4 import FlashAttention4
 from titanlite.attention.head_tail import HeadTail
 from titanlite.attention.sdpa import SDPA
 from titanlite.config.component import ConfigError
-from titanlite.planning.planned import LINEAR_ATTENTION
+from titanlite.lab.planned import LINEAR_ATTENTION
 
 
 @pytest.fixture
