@@ -140,13 +140,6 @@ class CrossEntropy(Loss, name="cross_entropy"):
     def auxiliary_losses(self) -> tuple[str, ...]:
         return ("z_loss",) if self.z_loss_multiplier else ()
 
-    @property
-    def objective(self) -> dict[str, Any]:
-        objective = super().objective
-        if not self.z_loss_multiplier:
-            del objective["z_loss_multiplier"]
-        return objective
-
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedCrossEntropy(CrossEntropy, name="chunked_cross_entropy"):
