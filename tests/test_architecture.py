@@ -17,23 +17,25 @@ PACKAGE = ROOT / "titanlite"
 LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
     {"files", "errors"},
     {"config", "log", "host_copy", "step_clock", "torch_compat"},
-    {"options", "progress", "cross_entropy_kernel"},
+    {"options", "progress", "table", "cross_entropy_kernel"},
     {"commands"},
     {"attention", "tokenizers", "losses", "mesh", "flops"},
     {"data", "models"},
     {"optim", "tasks"},
     {"checkpoint", "parallel", "runtime", "metrics", "prepare"},
     {"interop"},
-    {"evaluate", "generate", "planning", "report", "stages"},
+    {"evaluate", "generate", "stages"},
     {"job"},
     {"startup"},
     {"run"},
     {"train", "cli", "tools"},
+    {"lab", "report", "corpus", "contrib"},  # satellites, which the core never imports
     {"__main__"},
 ]
 LEVEL = {unit: level for level, layer in enumerate(LAYERS) for unit in layer}
 # `launch` runs the trainer in its own process when there is one rank, and its ranks' commands in copies.
-SIBLINGS = {("tools", "train"), ("tools", "cli")}
+# Plans and scaling laws are printed and drawn as reports are.
+SIBLINGS = {("tools", "train"), ("tools", "cli"), ("lab", "report"), ("startup", "lab")}
 
 
 def imports(tree: ast.AST) -> Iterator[str]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from titanlite.interop.torchtitan_toml import CONVERTED, HARMLESS, RENAMED
-from titanlite.tools.migrate import reason_without_counterpart
+from titanlite.contrib.migrate import reason_without_counterpart
+from titanlite.contrib.torchtitan_keys import CONVERTED, HARMLESS, RENAMED
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/coming-from.md"

@@ -10,12 +10,12 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from titanlite.commands import launch_arguments
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.runtime.environment import importing_for_copies, prepare_to_launch
 from titanlite.runtime.parent import stop_with_tune
 from titanlite.runtime.signals import stop_requests
+from titanlite.tools.verbs import launch_arguments
 
 if TYPE_CHECKING:
     from titanlite.job import Job

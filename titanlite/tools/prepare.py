@@ -22,7 +22,6 @@ from typing import Any
 import titanlite.tokenizers.bytes
 import titanlite.tokenizers.huggingface
 import titanlite.tokenizers.sentencepiece  # noqa: F401 -- registers the tokenizer, like the lines before
-from titanlite.commands import take_flag
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.config.imports import ALLOW_IMPORTS, import_components
@@ -30,6 +29,7 @@ from titanlite.config.overrides import split_words
 from titanlite.config.paths import PathText, check_writable
 from titanlite.data.shards import TokenShards
 from titanlite.log import tell
+from titanlite.options import take_flag
 from titanlite.prepare.formats import find_files
 from titanlite.prepare.hub import PREFIX, HubSplit, hub_files
 from titanlite.prepare.pipeline import prepare, prepared_record, work_folder

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
-from titanlite.commands import take_flag
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS
@@ -27,7 +26,7 @@ from titanlite.config.overrides import split_words
 from titanlite.config.paths import check_new
 from titanlite.files import write_atomically
 from titanlite.job import load_job
-from titanlite.options import Options
+from titanlite.options import Options, take_flag
 from titanlite.prepare.corpus import Limits, documents
 from titanlite.prepare.formats import find_files
 from titanlite.prepare.sources import stdlib_files

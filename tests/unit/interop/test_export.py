@@ -31,8 +31,8 @@ from titanlite.interop.weights import ModelAndTokenizer, mismatches
 from titanlite.job import Job, load_job
 from titanlite.models.base import Decoder
 from titanlite.models.llama3 import Llama3
-from titanlite.options import parse_size
 from titanlite.tokenizers.bytes import Bytes
+from titanlite.tools.verbs import parse_size
 from titanlite.train import train
 
 transformers = pytest.importorskip("transformers")
