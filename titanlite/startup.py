@@ -38,12 +38,13 @@ from titanlite.interop.formats import locate_base
 from titanlite.interop.initial import check_initial, load_base, load_initial
 from titanlite.interop.weights import ModelAndTokenizer
 from titanlite.job import TOKENIZER, Job, build_tokenizer
+from titanlite.lab.planned import planned_run
+from titanlite.lab.reshard import resolve_reshard
 from titanlite.log import logger
 from titanlite.metrics.meter import Meter, StepCost
 from titanlite.metrics.sinks.base import RunInfo, Sinks
 from titanlite.models.base import Decoder
 from titanlite.parallel.apply import ParallelSettings
-from titanlite.planning.reshard import resolve_reshard
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, environment
 from titanlite.runtime.signals import StopRequests
@@ -81,7 +82,7 @@ def check_device(
 
 def parallel_settings(job: Job, rt: Runtime, attention: AttentionBackend) -> ParallelSettings:
     """The settings that decide how the model is sharded and run. Collective."""
-    make_run = partial(job.planned_run, rt.world_size, rt.param_dtype)
+    make_run = partial(planned_run, job, rt.world_size, rt.param_dtype)
     return ParallelSettings(
         parallelism=resolve_reshard(job.parallelism, rt, make_run),
         attention=attention,

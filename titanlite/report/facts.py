@@ -243,9 +243,3 @@ def _tasks(run: RecordedRun) -> str:
         if accuracy is not None:
             parts.append(f"{name} {accuracy:.1%}" + (f" \N{PLUS-MINUS SIGN} {error:.1%}" if error else ""))
     return ", ".join([*parts[:MAX_NAMED], *["..."] * (len(parts) > MAX_NAMED)])
-
-
-def one_line(text: str, max_length: int = 200) -> str:
-    """Return a text on one line, cut to a length."""
-    text = re.sub(r"\s+", " ", text).strip()
-    return text if len(text) <= max_length else text[: max_length - 3] + "..."

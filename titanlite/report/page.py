@@ -1,4 +1,7 @@
-"""The HTML report: one file without any reference to another, equal bytes for equal input."""
+"""Write a report on one or several runs: one HTML file with verdicts, charts, samples and changed keys.
+
+The first run is the one that the others are compared with. docs/report.md says what each verdict means.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
-from titanlite.log import printable
+from titanlite import commands
+from titanlite.config.paths import check_output_file
+from titanlite.files import write_atomically
+from titanlite.log import printable, tell
 from titanlite.report.charts import NUM_COLORS, Chart, data, svg
 from titanlite.report.facts import all_verdicts, changed_keys, facts
 from titanlite.report.figures import Group, main_charts, other_charts
-from titanlite.report.recorded_run import RecordedRun
+from titanlite.report.recorded_run import RecordedRun, names_of, read_run
 from titanlite.report.timeline import duration, timeline
 from titanlite.report.verdicts import Verdict
 
@@ -26,9 +32,23 @@ MAX_EVENTS = 50  # the newest ones of each run
 MAX_CHECKPOINTS = 30  # the newest ones of each run
 
 
+def main(argv: Sequence[str]) -> int:
+    """Write the report."""
+    options = commands.parser("report").read(argv)
+    check_output_file(options.output)
+    runs = [read_run(folder, name) for folder, name in zip(options.runs, names_of(options.runs))]
+    write_atomically(options.output, report(runs, options.price_per_gpu_hour))
+    for run in runs:
+        for problem in run.problems:
+            tell(f"{run.name}: {problem}")
+    print(options.output)
+    return 0
+
+
 @np.errstate(all="ignore")  # values that cannot be drawn are left out
 def report(runs: Sequence[RecordedRun], price: float | None = None) -> str:
-    """Return the page on one or several runs. `price`: of a GPU hour."""
+    """Return the page on one or several runs. It refers to no other file, and has equal bytes for equal
+    input. `price`: of a GPU hour."""
     groups = other_charts(runs)
     names = ", ".join(run.name for run in runs) if len(runs) <= 3 else f"{len(runs)} runs"
     charts, title = main_charts(runs), f"titanlite report: {names}"

@@ -14,7 +14,7 @@ import pytest
 from titanlite.config import schema, toml
 from titanlite.config.component import Component, ConfigError
 from titanlite.config.schema import Node, convert, describe
-from titanlite.interop.torchtitan_toml import CONVERTED, NO_COUNTERPART, RENAMED
+from titanlite.contrib.torchtitan_keys import CONVERTED, NO_COUNTERPART, RENAMED
 
 
 @dataclass(frozen=True, kw_only=True)

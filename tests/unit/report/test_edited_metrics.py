@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.curves import falling, write_run
+from titanlite.report.compare import comparison
 from titanlite.report.figures import main_charts, noise_scale
 from titanlite.report.page import report
 from titanlite.report.recorded_run import RecordedRun, number, read_run
-from titanlite.report.terminal import comparison
 from titanlite.report.timeline import gpu_hours
 from titanlite.report.verdicts import verdicts_of
 

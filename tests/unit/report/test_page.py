@@ -23,11 +23,11 @@ from titanlite.metrics.sinks.events import EventLog
 from titanlite.metrics.sinks.jsonl import JsonLines
 from titanlite.metrics.sinks.samples import Samples
 from titanlite.report.charts import MAX_POINTS, Chart, Line, downsample, short, svg, ticks
+from titanlite.report.compare import comparison
 from titanlite.report.facts import all_verdicts, facts
 from titanlite.report.figures import NUM_AVERAGED, main_charts, noise_scale, other_charts
 from titanlite.report.page import report
 from titanlite.report.recorded_run import names_of, read_run
-from titanlite.report.terminal import comparison
 from titanlite.report.timeline import timeline
 
 JOB = """# llama3 debug: 1,836,160 parameters
@@ -493,7 +493,7 @@ def test_the_noise_scale_is_a_ratio_of_means(tmp_path: Path) -> None:
 
 
 def test_a_report_needs_no_torch() -> None:
-    code = "import sys, titanlite.tools.report, titanlite.tools.compare; sys.exit('torch' in sys.modules)"
+    code = "import sys, titanlite.report.page, titanlite.report.compare; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
