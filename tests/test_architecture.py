@@ -108,7 +108,6 @@ PRIVATE_NAMES_OF_TORCH = {
     "attention/torch_compat.py",
     "parallel/torch_compat.py",
     "runtime/agent.py",
-    "runtime/rendezvous.py",
 }
 
 
