@@ -15,6 +15,8 @@ from typing import Any
 
 # Importing these modules registers the components that ship with titanlite.
 import titanlite.attention.flash_attention_4
+import titanlite.data.stream_source
+import titanlite.data.text_sources
 import titanlite.models.deepseek_v3
 import titanlite.models.llama3
 import titanlite.models.mistral
@@ -25,8 +27,6 @@ import titanlite.models.qwen3_moe
 import titanlite.optim.muon
 import titanlite.optim.piecewise
 import titanlite.optim.power
-import titanlite.prepare.sources
-import titanlite.prepare.stream_source
 import titanlite.tokenizers.bytes
 import titanlite.tokenizers.huggingface
 import titanlite.tokenizers.sentencepiece  # noqa: F401

@@ -235,8 +235,8 @@ def loss_and_gradient_(
 ) -> torch.Tensor:
     """Sum of -log p(target), fp32 scalar; with a z-loss, fp32 [2]: this sum and the sum of the z-loss c
     (log Z)^2, Z = sum(exp(logits)). Overwrites the logits, which belong to this rank's shard of the
-    vocabulary, with the gradient of both: p (1 + 2 c log Z), minus 1 at the target. Logits of a token that does not count
-    become an arbitrary finite number.
+    vocabulary, with the gradient of both: p (1 + 2 c log Z), minus 1 at the target. Logits of a token
+    that does not count become an arbitrary finite number.
 
     Written so that the compiler makes two kernels: one for maximum and sum, one for the gradient. Values per
     token are computed outside the second kernel, which works per element.

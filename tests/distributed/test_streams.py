@@ -19,10 +19,10 @@ from tests.support.tiers import full
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.state import TrainState
 from titanlite.config.component import ConfigError
+from titanlite.data import stream_source
 from titanlite.data.stream_batches import StreamedBatches
 from titanlite.errors import LoaderError
 from titanlite.job import Job
-from titanlite.prepare import stream_source
 from titanlite.train import train
 
 SOURCES = "--data.sources=[{{ name = 'stream', stream = {{ name = 'lines', path = '{path}' }} }}]"

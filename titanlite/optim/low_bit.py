@@ -186,8 +186,8 @@ def _blocks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def _scalars(
     group: Mapping[str, Any], steps: torch.Tensor, divisor: torch.Tensor, apply: torch.Tensor
 ) -> torch.Tensor:
-    """The scalars that `_update` needs, by parameter: fp32 [number of parameters, 8]. Computed in fp64 on the device. A
-    row has 32 bytes, because compiled code copies inputs that are not aligned to 16 bytes."""
+    """The scalars that `_update` needs, by parameter: fp32 [number of parameters, 8]. Computed in fp64
+    on the device. A row has 32 bytes, because compiled code copies inputs that are not 16-byte aligned."""
     (beta1, beta2), lr = group["betas"], group["lr"]
     steps = steps.double()
     columns = [

@@ -24,7 +24,7 @@ from titanlite.data.dataset import Data, SequenceDataset
 from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.step_sizes import StepSize, StepSizes
-from titanlite.prepare.sources import Text
+from titanlite.data.text_sources import Text
 from titanlite.tokenizers.bytes import Bytes
 
 steps_of = StepSizes.constant

@@ -26,8 +26,8 @@ from titanlite.data.sources import StreamedSource
 from titanlite.data.step_sizes import StepSize, StepSizes
 from titanlite.data.stream_batches import has_own_shards
 from titanlite.data.stream_loader import StreamLoader
+from titanlite.data.write_shards import write_shards
 from titanlite.errors import LoaderError
-from titanlite.prepare.write_shards import write_shards
 from titanlite.tokenizers.bytes import Bytes
 
 TEXTS = [f"document {i} " + "x" * (i * 7 % 23) for i in range(100)]  # 19 steps of one rank

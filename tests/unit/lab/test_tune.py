@@ -117,8 +117,6 @@ def recorded(name: str) -> tuple[dict[int, dict[str, Size]], dict[str, Slopes]]:
     [
         ("with the rules", "coordinate_check_2_cores.json"),
         ("without rules", "coordinate_check_standard_2_cores.json"),
-        ("experts, with the rules", "coordinate_check_moe_2_cores.json"),
-        ("experts, without rules", "coordinate_check_moe_standard_2_cores.json"),
     ],
 )
 def test_docs_quote_the_recorded_checks(title: str, name: str) -> None:

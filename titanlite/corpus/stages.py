@@ -18,18 +18,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.config.json_file import load_object
-from titanlite.data.order import key_of, permute
+from titanlite.corpus.conversations import check_files, read_conversations, split_conversations
+from titanlite.corpus.dedup import first_of_each
+from titanlite.corpus.filters import Filter, LshSignature
+from titanlite.corpus.report import Place, Report, merge
 from titanlite.data.shards import token_dtype, write_shard
-from titanlite.files import named, sync
-from titanlite.prepare.conversations import check_files, read_conversations, split_conversations
-from titanlite.prepare.corpus import (
+from titanlite.data.text_files import (
     Document,
     FileSplit,
     Limits,
@@ -37,18 +38,12 @@ from titanlite.prepare.corpus import (
     read_split,
     split_files,
     stop,
-    where,
 )
-from titanlite.prepare.dedup import first_of_each
-from titanlite.prepare.filters import Filter, LshSignature
-from titanlite.prepare.report import Place, Report, merge
+from titanlite.data.tokenize_files import VERSION, check_ids, group_splits, shuffle_documents
+from titanlite.data.write_shards import batches
+from titanlite.files import named, sync
 from titanlite.tokenizers.base import Tokenizer
 from titanlite.tokenizers.chat import ChatFormat
-
-T = TypeVar("T")
-VERSION = 2  # increase it when a change of the code changes the bytes that the same input gives
-SHARD_BYTES = 256 << 20  # of text, from 32 splits: about 128 MiB of uint16 tokens
-BATCH, BATCH_CHARACTERS = 64, 8 << 20  # largest batch for the tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +99,7 @@ class JobState:
         self.files, self.folder, self.tokenizer, self.options = files, folder, tokenizer, options
         self.chat = options.chat_format(tokenizer, files)
         self.splits = split_conversations(files) if self.chat else split_files(files, options.field)
-        self.shards = _grouped(self.splits, options.seed)
+        self.shards = group_splits(self.splits, options.seed)
         filters = toml.as_tree(options.filters)
         self.identities = identities = [_identity(split) for split in self.splits]
         settings = [options.field, options.bad_lines, options.max_document_mib, filters]
@@ -224,9 +219,7 @@ class JobState:
         with self._written(f"{name}.bin") as path, open(path, "wb") as f:
             for batch in batches(documents, lambda document: len(document.text)):
                 for document, ids, mask in self._encoded(batch, report):
-                    if len(ids) and ids.max() >= vocab_size:
-                        place = where(document.file, document.place)
-                        raise ConfigError(f"{place}: token id {ids.max()} >= vocab_size {vocab_size}")
+                    check_ids(ids, vocab_size, document.file, document.place)
                     if max_tokens and len(ids) > max_tokens:
                         report.removed(-1, document, f"{len(ids):,} tokens")
                         continue
@@ -256,12 +249,9 @@ class JobState:
         ):
             raise RuntimeError(f"{self.folder}: files of shard {shard} were replaced; run it again")
         self._unmark(f"shard-{shard:05}")
-        stops = [np.cumsum(n) for n in lengths]
-        split = np.repeat(np.arange(len(splits)), [len(n) for n in lengths])
-        start, stop = np.concatenate([s - n for s, n in zip(stops, lengths)]), np.concatenate(stops)
-        order = permute(np.arange(len(split)), len(split), key_of("documents", self.options.seed, shard))
-        shuffled = (tokens[split[i]][start[i] : stop[i]] for i in order)
-        shuffled_masks = (masks[split[i]][start[i] : stop[i]] for i in order) if self.chat else None
+        seed = self.options.seed
+        shuffled = shuffle_documents(tokens, lengths, seed, shard)
+        shuffled_masks = shuffle_documents(masks, lengths, seed, shard) if self.chat else None
         entry = write_shard(self.folder, f"{shard:05}", shuffled, dtype, shuffled_masks)
         report = merge(r["report"] for r in reports if r is not None)
         self.mark(f"shard-{shard:05}", self.shard_keys[shard], {"entry": entry, "report": report})
@@ -375,31 +365,6 @@ class JobState:
         split = int(np.searchsorted(offsets, kept, side="right")) - 1
         file, place = np.load(self.folder / f"scan-{split:06}.npz")["places"][kept - offsets[split]]
         return "duplicate of", (self.splits[split].files[file], int(place))
-
-
-def batches(documents: Iterable[T], length_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Group documents into batches that are handed to the tokenizer at once."""
-    batch, size = list[T](), 0
-    for document in documents:
-        batch.append(document)
-        size += length_of(document)
-        if len(batch) == BATCH or size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _grouped(splits: Sequence[FileSplit], seed: int) -> list[list[int]]:
-    """Draw splits at random into groups of about SHARD_BYTES."""
-    groups, size = list[list[int]](), SHARD_BYTES
-    for index in permute(np.arange(len(splits)), len(splits), key_of("splits", seed)).tolist():
-        if size >= SHARD_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(index)
-        size += splits[index].size
-    return groups
 
 
 def _identity(split: FileSplit) -> list[object]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlite.prepare.corpus import Document, where
+from titanlite.data.text_files import Document, where
 
 Place = tuple[Path, int]  # a document's file and position, the arguments of corpus.where()
 SAMPLES = 5  # per filter

@@ -1,4 +1,4 @@
-"""Streams of documents, which `[from_stream]` of a preparation and the source `stream` select.
+"""The documents of a stream as files, for a preparation with `[from_stream]`.
 
 A preparation reads a stream from its beginning to its end, in one process. `fetch` writes its documents to
 files, and records the stream's state after each file, so that an interrupted preparation continues there. The
@@ -9,121 +9,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from titanlite.config import toml
-from titanlite.config.component import Component, ConfigError, check_at_least, keys_in
+from titanlite.config.component import ConfigError, keys_in
 from titanlite.config.json_file import expect, load_object
-from titanlite.config.paths import PathText
+from titanlite.corpus.pipeline import locked, work_folder
+from titanlite.data.stream_source import Document, DocumentStream, text_of
 from titanlite.files import named, sync, write_atomically
 from titanlite.log import logger
-from titanlite.prepare.hub import COMMIT, HubSplit, commit_of, data_files, hub_errors, open_builder
-from titanlite.prepare.pipeline import locked, work_folder
 from titanlite.progress import Progress
 
 SECTION = "from_stream"  # of a preparation's keys
 RECORD = "stream.json"
 FILE_BYTES = 64 << 20  # of JSON per file; an interruption loses at most the work of one file
-
-Document = str | Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DocumentStream(Component, kind="stream", makes=(Iterable,)):
-    """Base of streams: `[from_stream] name = "..."` of a preparation, and `stream = { name = "..." }` of a
-    source, select a subclass by its name. A subclass implements `build`."""
-
-    max_documents: int = 0
-    """Number of documents after which the stream is left, or begins again as a source of training; 0: read it
-    to its end."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "max_documents")
-
-    @abstractmethod
-    def build(self) -> Iterable[Document]:
-        """Return the documents from the first one on: texts, or mappings that have their text under `field`.
-        Every call must give the same documents in the same order.
-
-        If the iterable has the methods `state_dict()`, which returns JSON, and `load_state_dict(state)`, it
-        continues at once after an interruption. Any other iterable is read again from the beginning.
-
-        If it has `num_shards` and `shard(num_shards, index)`, as a Hugging Face dataset has, ranks and loader
-        workers that train on the stream read only their own shards. Raises ConfigError for missing or
-        unreadable input."""
-
-    def pinned(self) -> DocumentStream:
-        """Return a stream that reads today's documents at any later time, such as one that names the newest
-        commit; by default, this stream. A preparation that was interrupted continues with its result, and so
-        does a run, if the key that changes is `revision`, which is empty for the newest documents."""
-        return self
-
-    def fingerprint(self) -> str:
-        """Return a text that changes whenever the documents change: by default, the stream's keys."""
-        return repr(toml.as_tree(self))
-
-
-@dataclass(frozen=True, kw_only=True)
-class HuggingFace(HubSplit, DocumentStream, name="huggingface"):
-    """A dataset of the Hugging Face hub in streaming mode, in any format that the `datasets` library streams,
-    such as Parquet, JSON, CSV, Arrow and the .tar files of WebDataset. A preparation keeps only the texts on
-    disk, a run nothing."""
-
-    path: PathText
-    """Name on the hub, or a directory with a dataset's files."""
-
-    @cached_property
-    def _builder(self) -> Any:
-        """The dataset's builder. It asks the hub for the files once, also for the loader workers."""
-        return open_builder(self.path, self)
-
-    def build(self) -> Iterable[Document]:
-        builder = self._builder
-        with hub_errors(self.path):
-            dataset = builder.as_streaming_dataset(self.split)
-            if dataset.features:  # the types of the columns are known
-                dataset = dataset.decode(False)  # images and sounds stay bytes
-            files = (builder.config.data_files or {}).get(self.split, ())
-            return _HubStream(self.path, dataset, frozenset(map(str, files)))
-
-    def pinned(self) -> HuggingFace:
-        return replace(self, revision=commit_of(data_files(self.path, self)) or self.revision)
-
-    def fingerprint(self) -> str:
-        if COMMIT.fullmatch(self.revision) and not os.path.isdir(self.path):
-            return super().fingerprint()  # a commit never changes, and the hub may be unreachable now
-        files = data_files(self.path, self)  # with the commit, if on the hub
-        sizes = [os.stat(file).st_size if os.path.exists(file) else 0 for file in files]
-        return repr((toml.as_tree(self), files, sizes))
-
-
-class _HubStream:
-    """A streamed Hugging Face dataset whose errors are one line, with the file if it is one of `files`."""
-
-    def __init__(self, path: str, dataset: Any, files: frozenset[str]):
-        self._path, self._dataset, self._files = path, dataset, files
-        self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
-
-    def __iter__(self) -> Iterator[Document]:
-        # In a loader worker, `iter(dataset)` would deal out the files once more, by the worker's number.
-        with hub_errors(self._path, self._files):
-            for batch in self._dataset.iter(batch_size=1):
-                yield {column: values[0] for column, values in batch.items()}
-
-    @property
-    def num_shards(self) -> int:
-        return self._dataset.num_shards
-
-    def shard(self, num_shards: int, index: int) -> _HubStream:
-        with hub_errors(self._path):
-            dataset = self._dataset.shard(num_shards=num_shards, index=index)
-            return _HubStream(self._path, dataset, self._files)
 
 
 @dataclass(frozen=True)
@@ -257,24 +160,6 @@ def _line(number: int, document: Document, field: str, is_strict: bool) -> bytes
     if `is_strict`. Otherwise these are found and counted when the line is read, as in any file."""
     text = text_of(document, field, f"document {number} of the stream", is_strict)
     return json.dumps({field: text}, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
-
-
-def text_of(document: Document, field: str, place: str, is_strict: bool = True) -> Any:
-    """Return the text of a document. `place`: names the document in messages. Raises ConfigError for anything
-    else; for a null, or text that is not Unicode, only if `is_strict`."""
-    if isinstance(document, Mapping) and field not in document:
-        raise ConfigError(f"{place} has no {field!r} (it has: {', '.join(document)})", "field")
-    text = document[field] if isinstance(document, Mapping) else document
-    where = f" under {field!r}" if isinstance(document, Mapping) else ""
-    if not isinstance(text, str) and (is_strict or text is not None):
-        kind = "null" if text is None else type(text).__name__
-        raise ConfigError(f"{place} holds {kind}{where}, not text", "field")
-    if is_strict and isinstance(text, str):
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ConfigError(f"{place} holds a lone surrogate{where}, which is not text", "field") from None
-    return text
 
 
 def _file(folder: Path, number: int) -> Path:

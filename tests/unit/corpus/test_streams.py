@@ -15,10 +15,10 @@ import pytest
 from tests.examples.line_stream import Lines, LineStream
 from titanlite import cli
 from titanlite.config.component import ConfigError
+from titanlite.corpus import stream_files
+from titanlite.corpus.pipeline import work_folder
+from titanlite.corpus.stream_files import fetch
 from titanlite.data.shards import TokenShards
-from titanlite.prepare import streams
-from titanlite.prepare.pipeline import work_folder
-from titanlite.prepare.streams import fetch
 
 NUM_LINES = 50
 
@@ -31,7 +31,7 @@ def stream(tmp_path: Path) -> LineStream:
 
 @pytest.fixture
 def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(streams, "FILE_BYTES", 100)  # five documents
+    monkeypatch.setattr(stream_files, "FILE_BYTES", 100)  # five documents
     return tmp_path / "out"
 
 
@@ -98,7 +98,7 @@ def test_a_damaged_record_and_a_state_that_is_not_json(
     stream: LineStream, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetch(stream, output, "text")
-    (work_folder(output) / streams.RECORD).write_text("{")
+    (work_folder(output) / stream_files.RECORD).write_text("{")
     with pytest.raises(ConfigError, match=r"stream\.json: .*: delete the folder"):
         fetch(stream, output, "text")
     monkeypatch.setattr(Lines, "state_dict", lambda self: {"offset": {1, 2}})
@@ -228,11 +228,11 @@ def test_wrong_words(
 def test_a_kill_loses_nothing(stream: LineStream, tmp_path: Path) -> None:
     """In processes of their own, in which nothing else has registered the tokenizer."""
     toml = write_toml(tmp_path, f'output = "{tmp_path}/out"\n[tokenizer]\nname = "bytes"')
-    kill = "import os, sys; from titanlite.prepare import streams; streams.FILE_BYTES = 100\n"
-    kill += "record, calls = streams.write_atomically, []\n"
+    kill = "import os, sys; from titanlite.corpus import stream_files; stream_files.FILE_BYTES = 100\n"
+    kill += "record, calls = stream_files.write_atomically, []\n"
     kill += "def stop(*a):\n    record(*a); calls.append(1); len(calls) == 3 and os.kill(os.getpid(), 9)\n"
-    kill += "streams.write_atomically = stop\n"
-    run = f"from titanlite.tools.prepare import main; sys.exit(main(['{toml}']))"
+    kill += "stream_files.write_atomically = stop\n"
+    run = f"from titanlite.corpus.prepare import main; sys.exit(main(['{toml}']))"
     assert subprocess.run([sys.executable, "-c", f"{kill}{run}"], capture_output=True).returncode == -9
     assert len(list(work_folder(tmp_path / "out").glob("documents-*"))) == 3
     assert prepare(toml) == 0

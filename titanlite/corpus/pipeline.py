@@ -25,12 +25,12 @@ from typing import IO, Any
 
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
+from titanlite.corpus.report import located, merge, table
+from titanlite.corpus.stages import JobState, PrepareOptions
 from titanlite.data.shards import TokenShards, write_description
 from titanlite.data.worker_pool import num_cores, worker_pool
 from titanlite.files import make_folder, sync, write_atomically
 from titanlite.log import logger
-from titanlite.prepare.report import located, merge, table
-from titanlite.prepare.stages import JobState, PrepareOptions
 from titanlite.progress import Progress
 from titanlite.tokenizers.base import Tokenizer
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import titanlite.corpus.hub_stream
 import titanlite.tokenizers.bytes
 import titanlite.tokenizers.huggingface
 import titanlite.tokenizers.sentencepiece  # noqa: F401 -- registers the tokenizer, like the lines before
@@ -27,15 +28,16 @@ from titanlite.config.component import ConfigError, check_at_least
 from titanlite.config.imports import ALLOW_IMPORTS, import_components
 from titanlite.config.overrides import split_words
 from titanlite.config.paths import PathText, check_writable
+from titanlite.corpus.hub import PREFIX, HubSplit, hub_files
+from titanlite.corpus.pipeline import prepare, prepared_record, work_folder
+from titanlite.corpus.report import table
+from titanlite.corpus.stages import PrepareOptions
+from titanlite.corpus.stream_files import fetch
 from titanlite.data.shards import TokenShards
+from titanlite.data.stream_source import DocumentStream
+from titanlite.data.text_formats import find_files
 from titanlite.log import tell
 from titanlite.options import take_flag
-from titanlite.prepare.formats import find_files
-from titanlite.prepare.hub import PREFIX, HubSplit, hub_files
-from titanlite.prepare.pipeline import prepare, prepared_record, work_folder
-from titanlite.prepare.report import table
-from titanlite.prepare.stages import PrepareOptions
-from titanlite.prepare.streams import DocumentStream, fetch
 from titanlite.tokenizers.base import TokenizerConfig
 from titanlite.tokenizers.tiktoken import Tiktoken
 

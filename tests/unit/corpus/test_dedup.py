@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlite.config.component import ConfigError
-from titanlite.prepare.dedup import first_of_each
+from titanlite.corpus.dedup import first_of_each
 
 Keys = list[list[int]]  # of each band, of each document
 

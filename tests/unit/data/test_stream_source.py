@@ -25,13 +25,13 @@ from titanlite import cli
 from titanlite.checkpoint.run_identity import check_identity
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
+from titanlite.corpus.hub_stream import HuggingFace
 from titanlite.data.dataset import Data
 from titanlite.data.sources import StreamedSource
 from titanlite.data.stream_batches import StreamLayout
 from titanlite.data.stream_sequences import StreamSequences
-from titanlite.prepare.sources import Text
-from titanlite.prepare.stream_source import Stream
-from titanlite.prepare.streams import DocumentStream, HuggingFace
+from titanlite.data.stream_source import DocumentStream, Stream
+from titanlite.data.text_sources import Text
 from titanlite.tokenizers.bytes import Bytes
 
 TEXTS = [f"document {i} " + "x" * (i * 7 % 23) for i in range(120)]

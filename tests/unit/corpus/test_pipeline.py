@@ -26,12 +26,13 @@ import torch.distributed as dist
 from tests.support import ranks
 from tests.support.killed_tokenizer import Killed
 from titanlite.config.component import ConfigError
+from titanlite.corpus import pipeline
+from titanlite.corpus.filters import ExactDuplicates, Length, NearDuplicates
+from titanlite.corpus.pipeline import prepare, work_folder
+from titanlite.corpus.stages import JobState, PrepareOptions
+from titanlite.data import text_files, tokenize_files
 from titanlite.data.shards import TokenShards
-from titanlite.prepare import corpus, pipeline, stages
-from titanlite.prepare.filters import ExactDuplicates, Length, NearDuplicates
-from titanlite.prepare.formats import find_files
-from titanlite.prepare.pipeline import prepare, work_folder
-from titanlite.prepare.stages import JobState, PrepareOptions
+from titanlite.data.text_formats import find_files
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tokenizers.tiktoken import Tiktoken
 
@@ -44,8 +45,8 @@ SMALL = {"SPLIT_BYTES": 1500, "SHARD_BYTES": 6000}
 @pytest.fixture(autouse=True)
 def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some 20 splits in some 6 shards; workers are handed the plan."""
-    monkeypatch.setattr(corpus, "SPLIT_BYTES", SMALL["SPLIT_BYTES"])
-    monkeypatch.setattr(stages, "SHARD_BYTES", SMALL["SHARD_BYTES"])
+    monkeypatch.setattr(text_files, "SPLIT_BYTES", SMALL["SPLIT_BYTES"])
+    monkeypatch.setattr(tokenize_files, "SHARD_BYTES", SMALL["SHARD_BYTES"])
 
 
 def write_corpus(folder: Path) -> Path:
@@ -87,8 +88,8 @@ def content(output: Path) -> dict[str, str]:
 def reference(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What one process makes of the corpus in one go."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "SPLIT_BYTES", SMALL["SPLIT_BYTES"])
-        patch.setattr(stages, "SHARD_BYTES", SMALL["SHARD_BYTES"])
+        patch.setattr(text_files, "SPLIT_BYTES", SMALL["SPLIT_BYTES"])
+        patch.setattr(tokenize_files, "SHARD_BYTES", SMALL["SHARD_BYTES"])
         output = tmp_path_factory.mktemp("reference") / "out"
         make(raw, output, num_processes=1)
     made = content(output)
@@ -126,7 +127,7 @@ def test_the_number_of_workers_does_not_matter(
 def drive(raw: Path, output: Path, processes: int = 1, workers: int = 1, moment: str = "never") -> None:
     """In a process of its own: prepares the worker that is its rank's, and may kill itself at the n-th call
     of a function."""
-    corpus.SPLIT_BYTES, stages.SHARD_BYTES = SMALL["SPLIT_BYTES"], SMALL["SHARD_BYTES"]
+    text_files.SPLIT_BYTES, tokenize_files.SHARD_BYTES = SMALL["SPLIT_BYTES"], SMALL["SHARD_BYTES"]
     if moment != "never":
         name, _, number = moment.partition(":")
         owner = {"rename": os, "replace": os, "unlink": Path}.get(name, JobState)
@@ -258,7 +259,7 @@ def test_an_edited_file_costs_only_its_own_splits(tmp_path: Path, monkeypatch: p
     calls.clear()
     with monkeypatch.context() as patch:  # everything but the assembly of shards
         patch.setattr(JobState, "assemble", lambda self, s: 1 / 0)
-        patch.setattr(stages, "SHARD_BYTES", 1 << 30)
+        patch.setattr(tokenize_files, "SHARD_BYTES", 1 << 30)
         with pytest.raises(ZeroDivisionError):
             make(raw, tmp_path / "out", options, num_processes=1)
         assert calls["encode"] == splits
@@ -266,7 +267,7 @@ def test_an_edited_file_costs_only_its_own_splits(tmp_path: Path, monkeypatch: p
     (raw / "a.jsonl").write_text("".join(lines[:-1]) + json.dumps({"text": "quite another last line"}) + "\n")
     calls.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(stages, "SHARD_BYTES", 1 << 30)
+        patch.setattr(tokenize_files, "SHARD_BYTES", 1 << 30)
         made = make(raw, tmp_path / "out", options, num_processes=1)
         assert made is not None
         assert "quite another last line" in texts_of(made)
@@ -411,7 +412,7 @@ def test_other_documents_than_those_scanned_are_an_error(
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
         return encode(self, u)
 
-    monkeypatch.setattr(corpus, "SPLIT_BYTES", 1 << 20)
+    monkeypatch.setattr(text_files, "SPLIT_BYTES", 1 << 20)
     monkeypatch.setattr(JobState, "encode", replaced)
     with pytest.raises(ConfigError, match=r"a\.jsonl: its documents changed since they were scanned"):
         make(file, tmp_path / "out", num_processes=1)
@@ -427,7 +428,7 @@ def test_documents_are_shuffled_with_the_seed(raw: Path, tmp_path: Path) -> None
     assert first != second
     assert sorted(first) == sorted(second)
     assert len(first) == 240
-    in_order = [d.text for d in corpus.documents(find_files([str(raw)], "input"), "text")]
+    in_order = [d.text for d in text_files.documents(find_files([str(raw)], "input"), "text")]
     assert sorted(in_order) == sorted(first)
     neighbours = set(pairwise(in_order))
     assert sum(pair in neighbours for pair in pairwise(first)) < 30  # of 239

@@ -24,8 +24,8 @@ import zstandard
 
 from tests.support.datasets import write_dataset
 from titanlite.config.component import ConfigError
-from titanlite.prepare import corpus
-from titanlite.prepare.corpus import (
+from titanlite.data import text_files
+from titanlite.data.text_files import (
     FileSplit,
     content_sha256,
     documents,
@@ -33,7 +33,7 @@ from titanlite.prepare.corpus import (
     split_files,
     where,
 )
-from titanlite.prepare.formats import find_files
+from titanlite.data.text_formats import find_files
 
 Compress = Callable[[bytes], bytes]
 
@@ -106,12 +106,12 @@ def write_parquet(
     return file
 
 
-def collect(errors: list[ConfigError]) -> corpus.OnBad:
+def collect(errors: list[ConfigError]) -> text_files.OnBad:
     """What to do with a bad line, as an error that says where."""
     return lambda file, place, reason: errors.append(ConfigError(f"{where(file, place)}: {reason}"))
 
 
-def read(*files: Path, field: str = "text", bad: corpus.OnBad = corpus.stop) -> list[str]:
+def read(*files: Path, field: str = "text", bad: text_files.OnBad = text_files.stop) -> list[str]:
     """All documents of all splits."""
     return [d.text for u in split_files(files, field) for d in read_split(u, field, bad)]
 
@@ -119,15 +119,15 @@ def read(*files: Path, field: str = "text", bad: corpus.OnBad = corpus.stop) -> 
 @pytest.fixture(params=[1, 50, 10**9])
 def split_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """From a split for every byte to one for all."""
-    monkeypatch.setattr(corpus, "SPLIT_BYTES", request.param)
+    monkeypatch.setattr(text_files, "SPLIT_BYTES", request.param)
     return request.param
 
 
 @pytest.fixture
 def cut_finely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of about a line, and blocks of three."""
-    monkeypatch.setattr(corpus, "SPLIT_BYTES", 50)
-    monkeypatch.setattr(corpus, "BLOCK_LINES", 3)
+    monkeypatch.setattr(text_files, "SPLIT_BYTES", 50)
+    monkeypatch.setattr(text_files, "BLOCK_LINES", 3)
 
 
 # ---- the same documents
@@ -155,11 +155,11 @@ def test_compressed_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, block_lines: int, split_bytes: int
 ) -> None:
     """Blocks of lines are dealt out to the splits in turn, in order; together the splits have all texts."""
-    monkeypatch.setattr(corpus, "BLOCK_LINES", block_lines)
+    monkeypatch.setattr(text_files, "BLOCK_LINES", block_lines)
     suffix, compress = COMPRESSED[how]
     file = write(tmp_path / f"a.jsonl{suffix}", compress(lines(TEXTS)))
     splits = split_files([file], "text")
-    assert len(splits) == (1 if split_bytes == 10**9 else corpus.MAX_SPLITS)
+    assert len(splits) == (1 if split_bytes == 10**9 else text_files.MAX_SPLITS)
     by_split = [[d.text for d in read_split(split, "text")] for split in splits]
     assert sorted(text for texts in by_split for text in texts) == sorted(TEXTS)
     for index, texts in enumerate(by_split):
@@ -199,7 +199,7 @@ def test_parquet_row_groups_make_a_split_until_it_is_large_enough(
         use_dictionary=False,
         write_statistics=False,
     )
-    monkeypatch.setattr(corpus, "SPLIT_BYTES", 2000)
+    monkeypatch.setattr(text_files, "SPLIT_BYTES", 2000)
     splits = split_files([tmp_path / "a.parquet"], "text")
     assert [(u.begin, u.end) for u in splits] == [(0, 2), (2, 3), (3, 5)]
     assert 5200 <= sum(u.size for u in splits) < 6000
@@ -250,7 +250,7 @@ def test_a_corpus_of_all_formats(tmp_path: Path) -> None:
 
 def test_small_texts_share_a_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to its size; a file is never split, and other kinds of file come between."""
-    monkeypatch.setattr(corpus, "SPLIT_BYTES", 10)
+    monkeypatch.setattr(text_files, "SPLIT_BYTES", 10)
     sizes = {"a.txt": 4, "b.txt": 6, "c.txt": 1, "d.md": 30, "e.jsonl": 0, "f.txt": 2, "g.txt": 3}
     files = [write(tmp_path / name, b"x" * size) for name, size in sizes.items()]
     splits = split_files(files, "text")

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.component import ConfigError
+from titanlite.corpus import pipeline, prepare
+from titanlite.data import tokenize_files
 from titanlite.data.shards import TokenShards
-from titanlite.prepare import pipeline
-from titanlite.prepare.corpus import documents
-from titanlite.prepare.formats import find_files
-from titanlite.prepare.sources import Text
+from titanlite.data.text_files import documents
+from titanlite.data.text_formats import find_files
+from titanlite.data.text_sources import Text
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tokenizers.tiktoken import Tiktoken
-from titanlite.tools import prepare
 
 ROOT = Path(__file__).resolve().parents[3]
 BOS, EOS = 256, 257
@@ -31,6 +31,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without worker processes, which take longer to start than the files to read; test_pipeline.py has
     several."""
     monkeypatch.setattr(pipeline, "num_cores", lambda: 1)
+    monkeypatch.setattr(tokenize_files, "num_cores", lambda: 1)
 
 
 def by_source(folder: Path, *inputs: str, field: str = "text") -> TokenShards:

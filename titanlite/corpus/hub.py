@@ -19,9 +19,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from titanlite.config.component import ConfigError, Unreadable
+from titanlite.data.text_formats import has_text
 from titanlite.files import is_inside
 from titanlite.log import without_warnings_of
-from titanlite.prepare.formats import has_text
 
 PREFIX = "hf:"  # of an input
 HUB_URL = re.compile(r"hf://datasets/(?P<repo_id>[^@]+)@(?P<revision>[^/]+)/(?P<file>.+)")

@@ -19,8 +19,8 @@ import zstandard
 from tests.support.jobs import make_job
 from titanlite import cli
 from titanlite.config.component import ConfigError
-from titanlite.prepare import corpus
-from titanlite.prepare.corpus import Limits, OnBad, read_split, split_files, stop
+from titanlite.data import text_files
+from titanlite.data.text_files import Limits, OnBad, read_split, split_files, stop
 
 ONE_MIB = Limits(max_document_mib=1)
 LARGE = "x" * (1 << 20)  # with the braces around it, or one more, too large
@@ -55,8 +55,8 @@ def test_a_line_that_is_too_large(
     compress: Callable[[bytes], bytes],
     split_bytes: int,
 ) -> None:
-    monkeypatch.setattr(corpus, "SPLIT_BYTES", split_bytes)
-    monkeypatch.setattr(corpus, "BLOCK_LINES", 1)
+    monkeypatch.setattr(text_files, "SPLIT_BYTES", split_bytes)
+    monkeypatch.setattr(text_files, "BLOCK_LINES", 1)
     file = tmp_path / f"a{ending}"
     file.write_bytes(compress(lines("one", LARGE, "three")))
     with pytest.raises(
@@ -86,7 +86,7 @@ def test_a_file_that_is_too_large_a_document(
 
 def test_a_row_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A value that is stored once may be that of every row: rows are read few at a time."""
-    monkeypatch.setattr(corpus, "PARQUET_BYTES", 4 << 20)
+    monkeypatch.setattr(text_files, "PARQUET_BYTES", 4 << 20)
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["one", *[LARGE + "x"] * 200, "three"]}), file)
     tracemalloc.start()
@@ -124,7 +124,7 @@ def test_a_file_that_decompresses_to_too_much(
     file.write_bytes(compress(lines("x" * 1000) * 2000))
     size = file.stat().st_size
     assert len(read(file, Limits())) == 2000, "256 MiB are always allowed"
-    monkeypatch.setattr(corpus, "RATIO_GRACE", 1 << 20)
+    monkeypatch.setattr(text_files, "RATIO_GRACE", 1 << 20)
     with pytest.raises(
         ConfigError, match=rf"a{ending}: its {size:,} bytes decompress to .* raise max_compression"
     ):

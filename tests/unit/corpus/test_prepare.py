@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.component import ConfigError
+from titanlite.corpus import prepare
 from titanlite.data.shards import TokenShards
-from titanlite.tools import prepare
 
 OWN_FILTER = """
 from dataclasses import dataclass
-from titanlite.prepare.filters import Filter
+from titanlite.corpus.filters import Filter
 
 @dataclass(frozen=True, kw_only=True)
 class Without(Filter, name="without"):

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from titanlite.config.component import ConfigError, check_at_least
+from titanlite.data.text_formats import check_content, format_of
 from titanlite.files import hash_file
-from titanlite.prepare.formats import check_content, format_of
 from titanlite.tokenizers.chat import RenderedChat
 
 SPLIT_BYTES = 8 << 20  # text per split: about a second of tokenising on one core

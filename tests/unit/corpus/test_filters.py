@@ -22,7 +22,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from titanlite.config.component import ConfigError
-from titanlite.prepare.filters import (
+from titanlite.corpus.filters import (
     Alphabetic,
     ExactDuplicates,
     Filter,
@@ -575,7 +575,7 @@ def test_golden_keys(name: str) -> None:
 def test_keys_are_equal_in_another_process() -> None:
     """Whatever Python's own hashes are there."""
     program = (
-        "import sys; from titanlite.prepare.filters import NearDuplicates; "
+        "import sys; from titanlite.corpus.filters import NearDuplicates; "
         "print(hash('a'), *NearDuplicates().build().compute(sys.argv[1]).tolist())"
     )
     own_hashes = set()

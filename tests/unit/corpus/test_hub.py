@@ -21,10 +21,11 @@ from tests.support.hub import COMMIT, serving
 from tests.support.streams import write_webdataset
 from titanlite import cli
 from titanlite.config.component import ConfigError
+from titanlite.corpus import stream_files
+from titanlite.corpus.hub import HubSplit, hub_files
+from titanlite.corpus.hub_stream import HuggingFace
+from titanlite.corpus.stream_files import fetch
 from titanlite.data.shards import TokenShards
-from titanlite.prepare import streams
-from titanlite.prepare.hub import HubSplit, hub_files
-from titanlite.prepare.streams import HuggingFace, fetch
 
 datasets = pytest.importorskip("datasets")
 TEXTS = [f"text {i} " + "x" * (i % 7) for i in range(60)]
@@ -99,11 +100,11 @@ def test_split_and_config(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("make", [jsonl, parquet, webdataset])
 def test_a_stream_has_the_documents_of_local_files(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "FILE_BYTES", 60)
+    monkeypatch.setattr(stream_files, "FILE_BYTES", 60)
     stream = HuggingFace(path=str(make(Path("data"))))
     whole = fetch(stream, Path("whole"), "text").files
     assert [json.loads(line)["text"] for f in whole for line in f.read_text().splitlines()] == TEXTS
-    write = streams.write_atomically
+    write = stream_files.write_atomically
     for after in (3, 9):  # files: within the first file of the dataset, and in the second
 
         def stop(path: Path, content: str, after: int = after) -> None:
@@ -112,7 +113,7 @@ def test_a_stream_has_the_documents_of_local_files(make: Any, monkeypatch: pytes
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(streams, "write_atomically", stop)
+            patch.setattr(stream_files, "write_atomically", stop)
             with pytest.raises(KeyboardInterrupt):
                 fetch(stream, Path("out"), "text")
     parts = fetch(stream, Path("out"), "text").files
@@ -141,16 +142,16 @@ def test_a_new_commit_does_not_change_a_stream_that_has_begun(
     monkeypatch: pytest.MonkeyPatch, revision: str
 ) -> None:
     """Also if the second call names the first call's commit. A complete stream needs no hub."""
-    monkeypatch.setattr(streams, "FILE_BYTES", 60)
+    monkeypatch.setattr(stream_files, "FILE_BYTES", 60)
     whole = fetch(HuggingFace(path=str(jsonl(Path("a" * 40)))), Path("whole"), "text").files
-    newest, write = commits(monkeypatch), streams.write_atomically
+    newest, write = commits(monkeypatch), stream_files.write_atomically
 
     def stop(path: Path, content: str) -> None:
         write(path, content)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(streams, "write_atomically", stop)
+        patch.setattr(stream_files, "write_atomically", stop)
         with pytest.raises(KeyboardInterrupt):
             fetch(HuggingFace(path="org/name"), Path("out"), "text")
     newest.append("b" * 40)
@@ -313,10 +314,10 @@ def test_a_new_commit_on_a_server_like_the_hub(tmp_path: Path) -> None:
     commits = {COMMIT: jsonl(Path("data"))}
     assert prepare("data/train-*", "--output=local") == 0
     words = ["--from-stream.name=huggingface", "--from-stream.path=org/name", "--tokenizer.name=bytes"]
-    kill = "import os, sys; from titanlite.prepare import streams; streams.FILE_BYTES = 60\n"
-    kill += "write = streams.write_atomically\n"
-    kill += "streams.write_atomically = lambda *a: (write(*a), os.kill(os.getpid(), 9))\n"
-    main = "import sys; from titanlite.tools.prepare import main; sys.exit(main(sys.argv[1:]))"
+    kill = "import os, sys; from titanlite.corpus import stream_files; stream_files.FILE_BYTES = 60\n"
+    kill += "write = stream_files.write_atomically\n"
+    kill += "stream_files.write_atomically = lambda *a: (write(*a), os.kill(os.getpid(), 9))\n"
+    main = "import sys; from titanlite.corpus.prepare import main; sys.exit(main(sys.argv[1:]))"
     with serving(Path("data"), commits) as endpoint:
         variables = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "cache")}
 
@@ -384,7 +385,7 @@ def test_names_that_are_no_dataset(words: list[str], said: str, capsys: pytest.C
 
 
 def test_a_network_that_fails_in_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "FILE_BYTES", 60)
+    monkeypatch.setattr(stream_files, "FILE_BYTES", 60)
     stream = HuggingFace(path=str(jsonl(Path("data"))))
     whole = fetch(stream, Path("whole"), "text").files
     rows = datasets.IterableDataset.iter

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.component import ConfigError, suggest
-from titanlite.prepare import corpus
-from titanlite.prepare.corpus import Document, FileSplit, Limits, OnBad
-from titanlite.prepare.formats import check_content, format_of
+from titanlite.data import text_files
+from titanlite.data.text_files import Document, FileSplit, Limits, OnBad
+from titanlite.data.text_formats import check_content, format_of
 from titanlite.tokenizers.chat import ROLES, ChatFormat
 from titanlite.tokenizers.message_fields import REMEDY, TRAINED, is_description, unread
 from titanlite.tokenizers.template import TemplateLimitError
@@ -29,7 +29,7 @@ def check_files(files: Sequence[Path]) -> None:
     for file in files:
         kind, _ = format_of(file)
         if kind == "text":
-            check_content(file, corpus.beginning(file))
+            check_content(file, text_files.beginning(file))
             raise ConfigError(
                 f"{file}: conversations are read from .jsonl, .ndjson, .json and .parquet files only"
             )
@@ -43,12 +43,12 @@ def split_conversations(files: Sequence[Path]) -> list[FileSplit]:
     for file in files:
         kind, compression = format_of(file)
         if kind == "parquet":
-            splits += corpus.parquet_splits(file, _columns(file))
+            splits += text_files.parquet_splits(file, _columns(file))
         elif _begins_array(file):
             size = file.stat().st_size
-            splits.append(FileSplit((file,), 0, 1, size * (corpus.RATIO if compression else 1)))
+            splits.append(FileSplit((file,), 0, 1, size * (text_files.RATIO if compression else 1)))
         else:
-            splits += corpus.split_files([file], "")
+            splits += text_files.split_files([file], "")
     return splits
 
 
@@ -63,14 +63,14 @@ def read_conversations(
     if format_of(file)[0] == "parquet":
         lines = _rows(split, on_bad, ignore)
     else:
-        lines = _array(file, limits) if _is_array(split) else corpus.lines(split, limits)
+        lines = _array(file, limits) if _is_array(split) else text_files.lines(split, limits)
     for place, line in lines:
         try:
-            record = _without(corpus.record_of(line, limits), ignore)
+            record = _without(text_files.record_of(line, limits), ignore)
             rendered = chat.render(messages_of(record, chat), tools_of(record))
-            text = corpus.checked(rendered.text, "conversation")
+            text = text_files.checked(rendered.text, "conversation")
         except TemplateLimitError as e:
-            raise ConfigError(f"{corpus.where(file, place)}: {e}") from None
+            raise ConfigError(f"{text_files.where(file, place)}: {e}") from None
         except ValueError as e:
             on_bad(file, place, str(e))
         else:
@@ -168,7 +168,7 @@ def _text(part: Any, name: str) -> str:
 def _columns(file: Path, ignore: Container[str] = ()) -> list[str]:
     """Return the columns of a parquet file that conversations are made of, and those that nothing would read.
     Raises ConfigError."""
-    names = corpus.open_parquet(file).schema_arrow.names
+    names = text_files.open_parquet(file).schema_arrow.names
     columns = [name for name in names if name not in ignore and not is_description(name)]
     if len(set(columns)) < len(columns):
         raise ConfigError(f"{file}: several columns have the same name (columns: {', '.join(names)})")
@@ -181,11 +181,11 @@ def _rows(split: FileSplit, on_bad: OnBad, ignore: Container[str]) -> Iterator[t
     """Yield the rows of a split of parquet as lines of JSON, each with its number. Rows that are not JSON are
     passed to `on_bad`."""
     (file,) = split.files
-    for first, batch in corpus.parquet_batches(split, _columns(file, ignore)):
+    for first, batch in text_files.parquet_batches(split, _columns(file, ignore)):
         try:
             records = batch.to_pylist()
         except ValueError as e:  # not UTF-8
-            raise ConfigError(f"{corpus.where(file, first)} or later: damaged parquet: {e}") from None
+            raise ConfigError(f"{text_files.where(file, first)} or later: damaged parquet: {e}") from None
         for row, record in enumerate(records, first):
             try:
                 line = json.dumps(_as_json(_without(record, ignore), "")).encode()
@@ -217,7 +217,7 @@ def _as_json(value: Any, name: str) -> Any:
 
 
 def _blocks(file: Path, limits: Limits) -> Iterator[bytes]:
-    return corpus.decompressed(file, limits) if format_of(file)[1] else corpus.blocks(file)
+    return text_files.decompressed(file, limits) if format_of(file)[1] else text_files.blocks(file)
 
 
 def _is_array(split: FileSplit) -> bool:
@@ -227,7 +227,7 @@ def _is_array(split: FileSplit) -> bool:
 
 def _begins_array(file: Path) -> bool:
     """Return whether a file is a JSON array, by its first character. No line of JSON lines begins so."""
-    for block in _blocks(file, corpus.DEFAULT_LIMITS):
+    for block in _blocks(file, text_files.DEFAULT_LIMITS):
         if start := block.removeprefix(codecs.BOM_UTF8).lstrip():
             return start.startswith(b"[")
     return False
@@ -260,7 +260,7 @@ class _ArrayText:
 
     def fault(self, reason: str) -> ConfigError:
         """Return the error at this place."""
-        return ConfigError(f"{corpus.where(self._file, self.place)}: {reason}")
+        return ConfigError(f"{text_files.where(self._file, self.place)}: {reason}")
 
     def next(self) -> str:
         """Skip white space. Returns the next character; "" at the end of the file."""

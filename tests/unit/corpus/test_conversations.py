@@ -33,16 +33,16 @@ from tests.support.models import family, hugging_face, keys_of
 from tests.support.tiers import sampled
 from titanlite import cli
 from titanlite.config.component import ConfigError
+from titanlite.corpus.chat_source import Chat
+from titanlite.corpus.conversations import read_conversations, split_conversations
+from titanlite.corpus.filters import ExactDuplicates, Filter
+from titanlite.corpus.pipeline import prepare
+from titanlite.corpus.stages import PrepareOptions
+from titanlite.data import text_files
 from titanlite.data.batch import IGNORE, make_batch
 from titanlite.data.packing import PACKINGS
 from titanlite.data.shards import TokenShards
 from titanlite.job import Job
-from titanlite.prepare import corpus
-from titanlite.prepare.conversations import read_conversations, split_conversations
-from titanlite.prepare.filters import ExactDuplicates, Filter
-from titanlite.prepare.pipeline import prepare
-from titanlite.prepare.sources import Chat
-from titanlite.prepare.stages import PrepareOptions
 from titanlite.tokenizers.base import Tokenizer
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tokenizers.chat import ChatFormat
@@ -276,18 +276,20 @@ def test_arrays_and_parquet_have_the_conversations_of_lines(
     if name == "e.parquet":
         parquet = pytest.importorskip("pyarrow.parquet")
         parquet.write_table(pyarrow_table(RECORDS), file, row_group_size=4)
-        monkeypatch.setattr(corpus, "SPLIT_BYTES", 1)
+        monkeypatch.setattr(text_files, "SPLIT_BYTES", 1)
     else:
         short = json.dumps(RECORDS).encode()
         bodies = {"a.json": array, "b.json": b"\xef\xbb\xbf \n" + short, "c.json.gz": gzip.compress(array)}
         bodies["bom.json"] = b"\xef\xbb\xbf" + array
         file.write_bytes(bodies.get(name, short))
     for size in (64, 1 << 20):
-        monkeypatch.setattr(corpus, "blocks", partial(read_blocks, size=size))
+        monkeypatch.setattr(text_files, "blocks", partial(read_blocks, size=size))
         splits = split_conversations([file])
         assert len(splits) == (-(-len(RECORDS) // 4) if name == "e.parquet" else 1)
         chat = tokenizer.chat_format()
-        read = [d for s in splits for d in read_conversations(s, chat, corpus.stop, corpus.DEFAULT_LIMITS)]
+        read = [
+            d for s in splits for d in read_conversations(s, chat, text_files.stop, text_files.DEFAULT_LIMITS)
+        ]
         assert sorted(chat.encode(d.chat).ids.tolist() for d in read) == lines
     if name in ("a.json", "bom.json"):
         assert all(file.read_bytes()[d.place :].startswith(b"{") for d in read)
@@ -299,7 +301,7 @@ def test_arrays_and_parquet_have_the_conversations_of_lines(
         "e.parquet": [*range(1, len(RECORDS) + 1)],
     }
     if name in expected:
-        places = [corpus.where(file, d.place) for d in read]
+        places = [text_files.where(file, d.place) for d in read]
         assert [int(re.split("[: ]", place)[-1]) for place in places] == expected[name]
     monkeypatch.undo()  # one split needs no other process
     assert tokens_of(file, [], tokenizer) == lines
@@ -331,7 +333,9 @@ def test_damaged_arrays(tmp_path: Path, tokenizer: Tokenizer, body: bytes, reaso
     (tmp_path / "a.json").write_bytes(body)
     (split,) = split_conversations([tmp_path / "a.json"])
     with pytest.raises(ConfigError, match=re.escape(reason)) as e:
-        for _ in read_conversations(split, tokenizer.chat_format(), lambda *bad: None, corpus.DEFAULT_LIMITS):
+        for _ in read_conversations(
+            split, tokenizer.chat_format(), lambda *bad: None, text_files.DEFAULT_LIMITS
+        ):
             pass
     assert str(tmp_path / "a.json") in str(e.value)
 
@@ -349,10 +353,10 @@ def read_parquet(file: Path, table: Any, chat: ChatFormat) -> tuple[list[str], l
     bad = list[str]()
 
     def on_bad(file: Path, place: int, reason: str) -> None:
-        bad.append(f"{corpus.where(file, place)}: {reason}")
+        bad.append(f"{text_files.where(file, place)}: {reason}")
 
     splits = split_conversations([file])
-    texts = [d.text for s in splits for d in read_conversations(s, chat, on_bad, corpus.DEFAULT_LIMITS)]
+    texts = [d.text for s in splits for d in read_conversations(s, chat, on_bad, text_files.DEFAULT_LIMITS)]
     return texts, bad
 
 
@@ -383,7 +387,7 @@ def test_parquet_with_values_that_json_does_not_have(tmp_path: Path, tokenizer: 
         "row 1: messages[0].at is a datetime, which JSON does not have: write it as text, or remove it"
     )
     (split,) = split_conversations([tmp_path / "a.parquet"])
-    assert len(list(read_conversations(split, chat, corpus.stop, corpus.DEFAULT_LIMITS, ["at"]))) == 2
+    assert len(list(read_conversations(split, chat, text_files.stop, text_files.DEFAULT_LIMITS, ["at"]))) == 2
 
 
 def test_parquet_gives_no_row_the_fields_of_another(tmp_path: Path) -> None:
