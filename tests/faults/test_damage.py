@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import titanlite.files
 from tests.support import ranks
-from tests.support.checkpoints import EXTRA, Toy, names, open_run, sharded_toy
+from tests.support.checkpoints import Toy, names, open_run, sharded_toy
 from tests.support.jobs import make_job, metrics_of
 from tests.support.runs import history
 from titanlite import cli
@@ -44,7 +44,7 @@ def save_two(folder: Path, ranks: int = 1, file_bytes: int = FILE_BYTES) -> None
         run, toy = open_run(folder), sharded_toy(ranks, WIDTH)
         for _ in range(2):
             toy.step()
-            run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+            run.save(toy.state)
         run.close()
 
 
@@ -52,7 +52,7 @@ def start(folder: Path, ranks: int = 1, **config: Any) -> Toy:
     """A start of the program. Returns the step that it resumes from."""
     run, toy = open_run(folder, **config), sharded_toy(ranks, WIDTH, seed=7)
     try:
-        run.load(toy.net, toy.optimizer, toy.state)
+        run.load(toy.state)
     finally:
         run.close_after_error()
     return toy

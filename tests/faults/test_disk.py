@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.checkpoints import EXTRA, Toy, names, open_run, save_steps
+from tests.support.checkpoints import Toy, names, open_run, save_steps
 from tests.support.jobs import make_job, metrics_of, write_toml
 from tests.support.logs import listening
 from tests.support.runs import history
@@ -90,7 +90,7 @@ class Many(Toy):
 def save(run: Checkpointer, toy: Toy) -> None:
     """Take a step, save it, and wait for the save."""
     toy.step()
-    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+    run.save(toy.state)
     run.check_save()
 
 
@@ -119,7 +119,7 @@ def test_a_full_disk_costs_one_save(disk: Disk, mode: str, caplog: pytest.LogCap
     run.close()
     assert_whole(disk.path / "run", 1, 3)
     again, other = open_run(disk.path / "run"), Many()
-    again.load(other.net, other.optimizer, other.state)
+    again.load(other.state)
     assert all(torch.equal(a, b) for a, b in zip(other.values(), toy.values()))
 
 
@@ -175,10 +175,10 @@ def test_a_run_on_a_disk_that_was_full_for_a_while(
     original = Checkpointer.save
 
     def filling(self: Checkpointer, *args: Any) -> None:
-        if args[2].step == 8:
+        if args[0].step == 8:
             self.check_save()
             disk.fill(leave=400_000)  # enough for the tensors, not for their files
-        if args[2].step == 12:
+        if args[0].step == 12:
             disk.free()
         original(self, *args)
 
@@ -229,7 +229,7 @@ def test_a_run_on_a_full_disk_ends_and_goes_on_later(
     original = Checkpointer.save
 
     def filling(self: Checkpointer, *args: Any) -> None:
-        if args[2].step == 4:
+        if args[0].step == 4:
             self.check_save()
             disk.fill(leave=400_000)
         original(self, *args)
@@ -369,7 +369,7 @@ def save_on_rank(folder: Path, broken: int) -> list[str]:
             with pytest.MonkeyPatch.context() as fault:
                 if rank == broken and step == 2:
                     break_at("EIO at write", fault, times=1)
-                run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+                run.save(toy.state)
                 try:
                     run.check_save()
                     seen.append("")
@@ -407,7 +407,7 @@ def test_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             ready.clear()
         for _ in range(4):
             toy.step()
-            run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+            run.save(toy.state)
             there.append([step for step, _ in commit.list_committed(tmp_path / "checkpoint")])
             ready.set()
         run.close()

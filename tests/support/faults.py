@@ -279,11 +279,11 @@ def _scribble(planted: _Planted, args: tuple[Any, ...]) -> None:
     """Run after Checkpointer.save: overwrite all state, and restore it when the checkpoint is written."""
     import torch
 
-    from titanlite.checkpoint.state import flattened, tensors_of
+    from titanlite.checkpoint.state import flattened
     from titanlite.mesh import local_shard
 
-    checkpointer, net, optimizer, state = args[:4]
-    tensors = list(flattened(tensors_of(net, optimizer)).values())
+    checkpointer, state = args[:2]
+    tensors = list(flattened(state.tensors()).values())
     local = [*map(local_shard, tensors), state.tokens]
     kept, small = [t.clone() for t in local], (state.step, state.num_sequences)
     with torch.no_grad():

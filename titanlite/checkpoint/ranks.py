@@ -1,6 +1,6 @@
 """Ranks: work of rank 0 whose result or error all ranks get, over a gloo group that training does not use.
 
-What ranks tell rank 0 goes up a binomial tree, one message per rank and at most log2(ranks) messages to any
+Values for rank 0 go up a binomial tree, one message per rank and at most log2(ranks) messages to any
 rank, so that neither time nor connections of a rank grow with the number of ranks. A collective that gives
 every value to every rank would: at 16,384 ranks, 1 kB per rank is 16 MB on each of them."""
 

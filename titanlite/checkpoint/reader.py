@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.futures import Future
 
-from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.commit import CheckpointError, read_file
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.state import Tensors, flattened, listed
 from titanlite.files import FileFault, check_regular, read_regular
@@ -59,12 +59,13 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_metadata(path: Path) -> Metadata:
-    """Read DCP's `.metadata` of the checkpoint at `path`, without executing code from the file. Raises
-    CheckpointError for a file that DCP has not written, or that names files outside the checkpoint."""
+def read_metadata(path: Path, manifest: dict[str, Any] | None = None) -> Metadata:
+    """Read DCP's `.metadata` of the checkpoint at `path`, without executing code from the file. `manifest`:
+    of the checkpoint, whose hash is checked. Raises Damaged if it differs, CheckpointError for a file that
+    DCP has not written, or that names files outside the checkpoint."""
     file = path / ".metadata"
     try:
-        data = read_regular(file)
+        data = read_regular(file) if manifest is None else read_file(path, file.name, manifest)
     except (FileFault, FileNotFoundError) as e:
         raise CheckpointError(f"{file} cannot be read: {e}") from None
     try:
@@ -109,7 +110,7 @@ class SafeReader(FileSystemReader):
 
 
 class MisfitError(CheckpointError):
-    """The tensors of a checkpoint are not those of this job. `differences`: see misfits()."""
+    """A checkpoint has other tensors than this job. `differences`: see misfits()."""
 
     def __init__(self, path: Path, differences: list[str]):
         super().__init__(f"{path} does not fit this job: {listed(differences, separator='; ')}")
@@ -122,17 +123,19 @@ def load_tensors(
     ranks: Ranks | None = None,
     other_optimizer: bool = False,
     optional: Collection[str] = (),
+    manifest: dict[str, Any] | None = None,
 ) -> set[str]:
     """Load `{"model": {name: tensor}, ...}` in place from the checkpoint at `path`. Returns the names of the
     checkpoint's sections. Collective over `ranks`; None loads whole tensors in this process.
 
     `other_optimizer`: optimizer state that the checkpoint does not have in this form is set to zero.
-    `optional`: sections that are left as they are if the checkpoint does not have them. Raises MisfitError if
+    `optional`: sections that are left as they are if the checkpoint does not have them. `manifest`: see
+    read_metadata. Raises MisfitError if
     a tensor is missing, unexpected, or has another shape or dtype, CheckpointError if the checkpoint cannot
     be read."""
     ranks = ranks or Ranks(path, alone=True)
     try:
-        saved = ranks.from_rank_zero(lambda: read_metadata(path))
+        saved = ranks.from_rank_zero(lambda: read_metadata(path, manifest))
         sections = _sections(saved)
         tensors = {name: t for name, t in tensors.items() if name in sections or name not in optional}
         if other_optimizer:

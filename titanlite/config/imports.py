@@ -58,6 +58,13 @@ def own_modules(name: str) -> list[str]:
     return [f"{p}.{name}" for p in packages if (PACKAGE / p.rpartition(".")[2] / f"{name}.py").is_file()]
 
 
+def import_folders(*folders: str) -> None:
+    """Import all modules of folders of titanlite, which registers the components that they define."""
+    for folder in folders:
+        for module in pkgutil.iter_modules([str(PACKAGE / folder)], f"titanlite.{folder}."):
+            importlib.import_module(module.name)
+
+
 def import_own_components() -> bool:
     """Import the module `components` of each of titanlite's packages that has one, which registers components
     that a job may name and most jobs do not need. Returns False if all were imported before."""

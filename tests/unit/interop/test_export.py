@@ -307,8 +307,7 @@ def peak_of_an_export(
 def test_export_holds_less_than_its_largest_file(tmp_path: Path, run_on: Callable[..., list[Any]]) -> None:
     """A model in the proportions of 8B, with 1/256 of its parameters in as many layers, in files of 1/256 of
     5 GB; from a checkpoint in fp32 that one rank wrote, so that its chunks are whole tensors."""
-    from tests.support.checkpoints import EXTRA, open_run
-    from titanlite.checkpoint.state import TrainState
+    from tests.support.checkpoints import open_run, state_of
 
     shape = {
         "dim": 256, "n_layers": 32, "n_heads": 8, "n_kv_heads": 2, "head_dim": 32, "hidden_dim": 896,
@@ -322,7 +321,7 @@ def test_export_holds_less_than_its_largest_file(tmp_path: Path, run_on: Callabl
         identity = {"model": {"name": "llama3", **vars(family(**model_family).config)}}
         run = open_run(tmp_path / name, identity, async_mode="disabled")
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        run.save(net, optimizer, TrainState(1, 0, torch.zeros((), dtype=torch.int64)), EXTRA)
+        run.save(state_of(net, optimizer, step=1))
         run.close()
         del net, optimizer
     limit = 5 * 10**9 // 256
