@@ -58,6 +58,7 @@ def test_another_seed_gives_other_data_and_weights(tmp_path: Path) -> None:
     assert sha != wanted["initial_weights"]
 
 
+@pytest.mark.full
 def test_two_runs_are_equal_to_the_bit(tmp_path: Path) -> None:
     runs = [golden.losses(golden.make("packed", tmp_path, run=run)) for run in ("first", "second")]
     assert runs[0] == runs[1]

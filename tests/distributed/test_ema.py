@@ -63,6 +63,7 @@ def start(run_on: Callable[..., Any], folder: Path, corpus: Path, ranks: int, *r
         run_on(ranks, on_rank, folder, corpus, ranks, *rest)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name if name in DEFAULT_TIER else full(name) for name in LAYOUTS])
 def test_the_average_equals_one_kept_by_hand(
     tmp_path: Path, corpus: Path, run_on: Callable[..., Any], name: str

@@ -81,6 +81,7 @@ def tensor_parallel_gradients_on_rank(sends: bool) -> tuple[dict[str, torch.Tens
     return gradients(2, torch.distributed.get_rank(), 1, **layout), set(sent)
 
 
+@pytest.mark.full
 def test_tensor_parallel_that_sends_8_bits_changes_no_number(run_on) -> None:
     (reference, none), (actual, sent) = (
         run_on(2, tensor_parallel_gradients_on_rank, sends)[0] for sends in (False, True)

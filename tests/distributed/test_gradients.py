@@ -84,6 +84,7 @@ def test_gradient_is_the_same_with_tensor_and_context_parallel(run_on, world_siz
         assert torch.allclose(split[name], value, rtol=1e-4, atol=1e-7), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [
@@ -107,6 +108,7 @@ def test_a_z_loss_is_the_same_on_every_layout(run_on, layout) -> None:
 SCALES = {"residual_scale": 0.3, "attention_scale": 1.7, "logit_scale": 0.6, "matrix_init_std": 0.05}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [

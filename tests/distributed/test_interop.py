@@ -71,6 +71,7 @@ def test_in_and_out_of_a_layout_is_bit_equal(tmp_path: Path, corpus: Path, run_o
     assert all(torch.equal(again[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("source", "layout"),
     [
@@ -159,6 +160,7 @@ def test_all_ranks_read_one_step_and_hear_of_any_error(tmp_path: Path, corpus: P
         assert "KeyError: 'unforeseen' (rank 1)" in said
 
 
+@pytest.mark.full
 def test_a_run_on_ranks_exports_by_itself(tmp_path: Path, corpus: Path, run_on) -> None:
     overrides = ["--checkpoint.export_hf=true", "--training.steps=2", "--checkpoint.export_dtype=float32"]
     run_on(2, train_on_rank, tmp_path, corpus, overrides, "two", 2)

@@ -156,6 +156,7 @@ def test_a_step_has_two_collectives_per_bucket(
     assert sum(counts.values()) == per_bucket * num_buckets, counts
 
 
+@pytest.mark.full
 def test_the_owners_share_the_work(run_on: Callable[..., Any]) -> None:
     shares = run_on(4, numbers_of_orthogonalised, 4)
     assert sum(shares) == 14

@@ -52,6 +52,7 @@ def test_gradient_is_the_same_in_a_pipeline(run_on, schedule: str, degree: int) 
     assert_same(union(by_rank), gradients(1, 0, 1, **UNTIED))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [
@@ -127,6 +128,7 @@ def left_in_bf16(world_size: int, layout: dict[str, Any]) -> list[tuple[int, int
     return counts
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", sampled(ZERO_BUBBLE, {"ZBVZeroBubble"}))
 def test_nothing_is_left_in_bf16_between_backwards_of_weights(run_on, schedule: str) -> None:
     layout = {"pp": 2, "schedule": schedule, "dtype": torch.bfloat16, **UNTIED}

@@ -296,6 +296,7 @@ def good(two: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str]
     return ranks.run(2, outcome_on_rank, run, {})[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [
@@ -323,6 +324,7 @@ def test_all_ranks_pass_over_what_one_of_them_found(
     assert errors[0][0] == "CheckpointError"
 
 
+@pytest.mark.full
 def test_two_ranks_share_what_one_wrote(
     saved: Path, tmp_path: Path, run_on: Callable[..., list[Any]]
 ) -> None:
@@ -405,6 +407,7 @@ DAMAGES = {
 CHOSEN = ("flipped manifest", "old shard")  # that each kind is found is shown above, by shorter starts
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind", [kind if kind in CHOSEN else pytest.param(kind, marks=pytest.mark.full) for kind in DAMAGES]
 )
@@ -442,6 +445,7 @@ def test_a_run_of_damaged_checkpoints_ends(whole: dict[int, Job], tmp_path: Path
     assert history(job) == metrics
 
 
+@pytest.mark.full
 def test_damaged_files_for_people_do_not_stop_a_run(tmp_path: Path, corpus: Path) -> None:
     options = ["--generation.prompts=['a']", "--generation.freq=2", "--metrics.enable_tensorboard"]
     train(make_job(tmp_path, corpus, "--training.steps=4", *options))

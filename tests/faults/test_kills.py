@@ -236,6 +236,7 @@ def test_a_kill_while_saving(run: Start, whole: Whole, case: Case) -> None:
     finish(ours, whole(size), newest)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mode", "victim"), [("async", 1), pytest.param("disabled", 0, marks=pytest.mark.full)]
 )
@@ -257,6 +258,7 @@ def exports(run: Run) -> dict[str, Any]:
     return {str(file.relative_to(run.folder)): digest_file(file) for file in files}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "faults",
     with_tiers(

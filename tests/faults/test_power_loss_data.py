@@ -123,6 +123,7 @@ def stop(*_: Any) -> None:
     raise Stop
 
 
+@pytest.mark.full
 @SAMPLE
 def test_prepare_over_the_work_for_other_options(
     raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
@@ -231,6 +232,7 @@ def job_in(folder: Path, trained: Path) -> Any:
     return make_job(folder, trained / "corpus", *every)
 
 
+@pytest.mark.full
 def test_the_export_verb(trained: Path, tmp_path: Path) -> None:
     """The directory is absent or complete, and complete once the command has reported it."""
     root, whole = tmp_path / "root", trained / "run/hf/step-4"

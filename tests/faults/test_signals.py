@@ -269,6 +269,7 @@ def test_one_rank_is_told(whole: Job, tmp_path: Path, corpus: Path, name: str) -
     assert_same(runs.job, whole)
 
 
+@pytest.mark.full
 def test_a_save_in_flight_becomes_whole_and_so_does_the_step_that_was_reached(
     whole: Job, tmp_path: Path, corpus: Path
 ) -> None:
@@ -343,6 +344,7 @@ EARLY = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sampled(EARLY, {"tokenising"}))
 def test_before_the_first_step_the_rank_that_is_told_ends(whole: Job, tmp_path: Path, name: str) -> None:
     """The other ranks end later: the launcher reports the exit code of the rank that ends first."""

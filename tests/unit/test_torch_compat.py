@@ -517,6 +517,7 @@ def test_flops_of_grouped_attention_are_those_of_repeated_heads() -> None:
     assert flop_counter.sdpa_flop_count(queries, keys, keys) == 2 * 2 * 8 * 16 * 16 * 32
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("uses", [False, pytest.param(True, marks=pytest.mark.gpu)])
 def test_a_copy_of_a_process_that_has_used_cuda_cannot_use_it(uses: bool) -> None:
     code = "import os, torch\nfrom titanlite.torch_compat import is_copy_without_cuda\n"

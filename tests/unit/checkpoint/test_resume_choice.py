@@ -284,6 +284,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
     return job
 
 
+@pytest.mark.full
 def test_a_run_that_went_back_equals_the_original(whole: Job, tmp_path: Path, corpus: Path) -> None:
     shutil.copytree(whole.folder, tmp_path / "run")
     job = make_job(tmp_path, corpus, "--training.steps=12", "--checkpoint.load_step=4")

@@ -291,6 +291,7 @@ def test_batch_sha_is_equal_for_any_ranks_and_workers(
     assert expected[0] != expected[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("begin", [0, pytest.param(4, marks=pytest.mark.full)])
 def test_batch_sha_is_equal_over_three_changes_of_topology(packed: SequenceDataset, begin: int) -> None:
     consumed, actual = 500, []

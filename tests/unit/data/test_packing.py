@@ -145,6 +145,7 @@ def test_a_window_is_packed_by_best_fit_decreasing(lengths: list[int], capacity:
     assert sorted(fill) == oracle(lengths, capacity)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seq_len", [512, 2048, 8192])
 def test_real_documents_leave_under_two_percent_padding(seq_len: int) -> None:
     """The sizes of the standard library's files in tokens of four bytes."""
@@ -170,6 +171,7 @@ def index_files(cache: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
+@pytest.mark.full
 def test_the_index_is_the_same_on_any_number_of_processes(
     shards: TokenShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

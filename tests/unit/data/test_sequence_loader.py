@@ -126,6 +126,7 @@ def test_a_run_goes_on_anywhere_with_other_ranks_workers_and_batches(sequences: 
     assert consumed == first + sum(ranks * size * taken for ranks, size, _, taken in PHASES)
 
 
+@pytest.mark.full
 def test_a_state_is_taken_up_by_a_loader_that_runs(sequences: SequenceDataset) -> None:
     """The workers end, and their prefetched batches are dropped."""
     loader = SequenceLoader(sequences, MicroBatches(0, steps_of(STEP), 4, 0, 1), 2, pin_memory=False)
@@ -156,6 +157,7 @@ def test_skipped_sequences_are_left_out_with_any_ranks_workers_and_batches(
     assert position > 1081, "the phases pass three ranges"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_loader_that_runs_goes_back_and_skips_from_there_on(
     sequences: SequenceDataset, num_workers: int

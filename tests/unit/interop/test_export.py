@@ -206,6 +206,7 @@ def test_training_continues_while_a_step_is_exported(
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.full
 def test_a_run_that_is_stopped_gives_its_exports_up(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -407,6 +408,7 @@ def test_mistakes_are_told_and_leave_nothing(run: Job, tmp_path: Path, capsys, c
     assert sorted(p.name for p in tmp_path.iterdir()) == ["copy", "job.toml"]
 
 
+@pytest.mark.full
 def test_another_tokenizer_than_the_runs_is_refused(run: Job, tmp_path: Path, capsys, corpus: Path) -> None:
     ranks = Path(__file__).resolve().parents[3] / "assets/tokenizer/stdlib.tiktoken"
     shutil.copy(ranks, tmp_path / "mine.tiktoken")
@@ -499,6 +501,7 @@ def peak_of_an_export(
     return (kib("VmHWM") - before) * 1024
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_export_holds_less_than_its_largest_file(tmp_path: Path, run_on: Callable[..., list[Any]]) -> None:
     """A model in the proportions of 8B, with 1/256 of its parameters in as many layers, in files of 1/256 of

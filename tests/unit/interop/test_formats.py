@@ -301,6 +301,7 @@ def test_a_moved_base_model_is_named_by_an_option(
         moved.rename(path)
 
 
+@pytest.mark.full
 def test_a_base_run_may_train_on(
     tmp_path: Path,
     corpus: Path,
@@ -351,6 +352,7 @@ def test_a_base_run_may_train_on(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_averages_are_of_a_and_b(trained: Trained, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As of all parameters: the average of checkpoints, and the average that [ema] keeps."""
     path = f"--checkpoint.initial_load_path={trained.base.folder / 'checkpoint/step-1'}"

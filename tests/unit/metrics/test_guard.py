@@ -305,6 +305,7 @@ def test_periodic_saves_wait_for_the_end_of_a_streak(tmp_path: Path, corpus: Pat
     assert saved_steps(job) == [6, 8]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("limit", [2, 8])
 def test_a_run_whose_last_steps_are_skipped_archives_them_with_its_export(
     tmp_path: Path, corpus: Path, limit: int
@@ -324,6 +325,7 @@ def test_a_run_whose_last_steps_are_skipped_archives_them_with_its_export(
     assert saved_steps(job) == [4, 8]
 
 
+@pytest.mark.full
 def test_a_run_without_a_healthy_checkpoint_begins_again(tmp_path: Path, corpus: Path) -> None:
     """Step 1 is saved with finite weights that may be the cause, and step 3 by a signal, in the streak. The
     run resumes from step 3."""
@@ -371,6 +373,7 @@ def test_the_way_back_waits_for_the_checkpoint_that_is_being_written(
         train(job)
 
 
+@pytest.mark.full
 def test_the_way_back_for_a_run_that_has_a_load_step(tmp_path: Path, corpus: Path) -> None:
     """The run has gone back to step 4, and is to go back to step 2 and to step 4 again."""
     train(make_job(tmp_path, corpus, "--checkpoint.interval=2"))

@@ -104,6 +104,7 @@ def test_a_nan_does_not_poison_the_window() -> None:
     assert skipped(decide(StepGuard(CONFIG, CPU), losses)) == [300]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(3))
 def test_no_step_of_clean_noise_is_skipped(seed: int) -> None:
     norms = np.exp(0.3 * np.random.default_rng(seed).normal(size=600))

@@ -86,6 +86,7 @@ def test_warm_up_gives_no_spike() -> None:
     assert find(losses) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_seeds", [5, full(334)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sigma", [0.02, 0.3])
@@ -289,6 +290,7 @@ def test_a_run_whose_loss_spikes_says_so_and_goes_on(
     assert spike["height"] > 1
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("short_windows")
 def test_a_run_that_stops_at_a_spike_names_the_checkpoint_before_it(tmp_path: Path, corpus: Path) -> None:
     """Step 24 lies in the rise, and is archived. Starting the run again gives the same result."""

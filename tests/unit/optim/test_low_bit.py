@@ -234,6 +234,7 @@ def ratio_of_running_means(beta2: float, num_steps: int, kind: str) -> float:
     return (ours / exact).sqrt().mean().item()
 
 
+@pytest.mark.full
 def test_why_bfloat16_needs_a_beta2_of_at_most_0_99() -> None:
     assert ratio_of_running_means(0.99, 1000, "bfloat16") == pytest.approx(1, abs=0.03)
     assert ratio_of_running_means(0.999, 3000, "bfloat16") > 1.5

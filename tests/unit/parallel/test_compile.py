@@ -84,6 +84,7 @@ def test_one_graph_serves_all_blocks_and_changes_nothing(name: str) -> None:
     assert [name for name, _ in net.named_parameters()] == names
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["none", full("full")])
 def test_one_graph_serves_all_attention_objects_of_a_backend(mode: str) -> None:
     """A mask is an input of the graph: a micro-batch with other documents does not recompile it."""
@@ -216,6 +217,7 @@ def kept_elements(checkpointing: ActivationCheckpoint, compile: bool = False) ->
     return sum(kept.values())
 
 
+@pytest.mark.full
 def test_what_is_recomputed_is_not_kept() -> None:
     everything = kept_elements(MODES["none"])
     kept = {name: kept_elements(config) / everything for name, config in MODES.items()}
@@ -312,6 +314,7 @@ def test_samples_leave_the_compiler_alone() -> None:
     assert compilations.since_last()["compile/graphs"] == 1
 
 
+@pytest.mark.full
 def test_compilations_after_the_first_report_are_told_with_their_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

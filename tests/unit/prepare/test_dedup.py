@@ -56,6 +56,7 @@ def corpora(draw: st.DrawFn) -> tuple[int, Keys]:
     return n, draw(st.lists(st.lists(value, min_size=n, max_size=n), max_size=6))
 
 
+@pytest.mark.full
 @given(corpora())
 @settings(max_examples=400, deadline=None)
 def test_as_by_union_find(corpus: tuple[int, Keys]) -> None:

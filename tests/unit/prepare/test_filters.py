@@ -572,6 +572,7 @@ def test_golden_keys(name: str) -> None:
     assert bands_of(SECTIONS[name])(TEXT).tolist() == GOLDEN[name]
 
 
+@pytest.mark.full
 def test_keys_are_equal_in_another_process() -> None:
     """Whatever Python's own hashes are there."""
     program = (

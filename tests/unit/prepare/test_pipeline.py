@@ -147,6 +147,7 @@ def prepare_until_killed(raw: Path, output: Path, moment: str) -> None:
         ranks.run(1, drive, raw, output, 1, 1, moment)
 
 
+@pytest.mark.full
 def test_workers_at_the_same_time(
     raw: Path, reference: dict[str, str], tmp_path: Path, run_on: Callable[..., list[Any]]
 ) -> None:
@@ -173,6 +174,7 @@ def test_killed_at_any_moment_it_goes_on(
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.full
 def test_killed_while_it_cleans_up(raw: Path, reference: dict[str, str], tmp_path: Path) -> None:
     """From the mark that all is whole until the name is given, only files that are no longer needed go."""
     prepare_until_killed(raw, tmp_path / "out", "unlink:200")
@@ -250,6 +252,7 @@ def test_a_killed_worker_ends_the_run_with_a_reason(raw: Path, tmp_path: Path) -
 # ---- input that changes, or is wrong
 
 
+@pytest.mark.full
 def test_an_edited_file_costs_only_its_own_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw, options = write_corpus(tmp_path / "in"), PrepareOptions(filters=(Length(min_words=3),))
     calls = counted(monkeypatch, "encode")
@@ -276,6 +279,7 @@ def test_an_edited_file_costs_only_its_own_splits(tmp_path: Path, monkeypatch: p
         assert fresh.fingerprint == made.fingerprint
 
 
+@pytest.mark.full
 def test_a_broken_line_stops_and_once_mended_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +302,7 @@ def test_a_broken_line_stops_and_once_mended_it_goes_on(
     assert again < calls["scan"] - again
 
 
+@pytest.mark.full
 def test_bad_lines_are_skipped_and_counted_if_asked_for(tmp_path: Path) -> None:
     raw = write_corpus(tmp_path / "in")
     before = make(raw, tmp_path / "before", num_processes=1)
@@ -340,6 +345,7 @@ def test_another_cut_into_workers_at_the_same_time_is_refused(raw: Path, tmp_pat
     assert make(raw, tmp_path / "out", num_processes=1) is not None  # nobody works on it any more
 
 
+@pytest.mark.full
 def test_workers_of_other_files_at_the_same_time_are_refused(tmp_path: Path) -> None:
     """They would mix: a split's number means another split."""
     raw = write_corpus(tmp_path / "in")

@@ -373,6 +373,7 @@ def test_a_short_run_gets_no_verdict_on_its_loss() -> None:
 # ---- noise
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("num_seeds", "num"), [(40, 200), full(1000, 200), full(1000, 600)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sigma", [0.02, 0.3])

@@ -79,6 +79,7 @@ def test_a_note_that_is_lost_is_no_traceback(launch: Callable, monkeypatch: pyte
     assert (code, said) == (1, "rank 1 left with exit code 0 before training was done")
 
 
+@pytest.mark.full
 def test_a_rank_that_is_stopped_is_blamed_by_name(launch: Callable) -> None:
     """The one that waits for it fails first."""
     stopped = "[ $RANK = 1 ] && { echo $$ > pid; kill -STOP $$; };"

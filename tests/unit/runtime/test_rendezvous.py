@@ -74,6 +74,7 @@ def test_a_node_says_how_many_have_come_until_all_have(tmp_path: Path, capfd: An
         n.shutdown()
 
 
+@pytest.mark.full
 def test_enough_nodes_say_how_long_they_wait_for_more(tmp_path: Path, capfd: Any) -> None:
     values = RendezvousParameters("c10d", str(tmp_path / "store"), "test", 1, 2, store_type="file")
     values.config["last_call_timeout"] = 1
@@ -85,6 +86,7 @@ def test_enough_nodes_say_how_long_they_wait_for_more(tmp_path: Path, capfd: Any
     assert capfd.readouterr().err.endswith(f"titanlite: {text}\n")
 
 
+@pytest.mark.full
 def test_the_wait_for_nodes_ends(tmp_path: Path) -> None:
     with pytest.raises(
         NotReached, match=r"^gave up after 1 s: not all of 2 nodes have joined at first:29500$"
@@ -92,6 +94,7 @@ def test_the_wait_for_nodes_ends(tmp_path: Path) -> None:
         node(tmp_path / "store", join_timeout=1).next_rendezvous()
 
 
+@pytest.mark.full
 def test_a_node_that_comes_when_the_run_is_over(tmp_path: Path) -> None:
     node(tmp_path / "store").set_closed()
     with pytest.raises(NotReached, match=r"^the run at first:29500 has ended; ") as error:

@@ -200,6 +200,7 @@ def test_what_a_rank_does_not_have_of_the_launcher() -> None:
     assert len(numbers) == len(set(numbers)) == 6
 
 
+@pytest.mark.full
 def test_importing_the_compiler_changes_no_variable() -> None:
     """torch sets the folder of its cache, which would then count as the user's choice."""
     code = "import os\nfrom titanlite.runtime.environment import importing_for_copies\n"
@@ -230,6 +231,7 @@ def launch(folder: Path, ranks: int, environment: Mapping[str, str], send: int |
     return launcher.returncode, error, left
 
 
+@pytest.mark.full
 def test_an_error_of_an_import_is_told_once(tmp_path: Path) -> None:
     hook = "import sys\nclass Broken:\n    def find_spec(self, name, *args):\n"
     hook += "        if name == 'titanlite.job':\n            raise ImportError('broken on purpose')\n"
@@ -246,6 +248,7 @@ def test_a_signal_while_the_launcher_imports(tmp_path: Path) -> None:
     assert not left
 
 
+@pytest.mark.full
 def test_words_reach_the_ranks_as_they_are(tmp_path: Path) -> None:
     folder = tmp_path / "a $$ ${local_rank} $x"  # torchrun replaces such words
     code, error, _ = launch(folder, 2, {})
@@ -253,6 +256,7 @@ def test_words_reach_the_ranks_as_they_are(tmp_path: Path) -> None:
     assert (folder / "job.toml").exists()
 
 
+@pytest.mark.full
 def test_one_process_in_a_container_that_torchrun_has_started(tmp_path: Path) -> None:
     under = {"TORCHELASTIC_RUN_ID": "outer", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     code, error, _ = launch(tmp_path / "run", 1, under)

@@ -470,6 +470,7 @@ def test_a_template_that_takes_too_much_for_some_conversations(
         chat.render([USER, ANSWER] * 2)
 
 
+@pytest.mark.full
 def test_the_process_that_renders_ends_with_the_templates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

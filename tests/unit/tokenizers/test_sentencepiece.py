@@ -149,6 +149,7 @@ def test_a_known_difference_to_sentencepiece(trained: dict[str, Path], kind: str
     assert ours.encode("e\u0301") == theirs.encode("e\u0301") == theirs.encode("\u00e9")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_export_has_the_same_ids_in_transformers(
     trained: dict[str, Path], kind: str, tmp_path: Path

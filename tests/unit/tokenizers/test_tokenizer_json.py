@@ -80,6 +80,7 @@ KINDS: dict[str, TokenizerConfig] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_are_equal_on_varied_text(tmp_path: Path, kind: str) -> None:
     tokenizer = KINDS[kind].build()
@@ -126,6 +127,7 @@ def test_special_tokens_in_text_are_compared_as_in_training() -> None:
         verified_files(Tiktoken(path=STDLIB, special_tokens_in_text=in_text).build())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["tiktoken", "another split"])
 def test_ids_are_equal_on_runs_that_are_cut(tmp_path: Path, kind: str) -> None:
     """Of more than 25,000 spaces or others; on both sides of the limit, in a row, and within other text."""
@@ -203,6 +205,7 @@ CLASSES = [
 ]
 
 
+@pytest.mark.full
 def test_no_class_of_the_source_changes_the_ids(tmp_path: Path) -> None:
     source = with_numbers_of_three(tmp_path / "source")
     tokenizer = HuggingFace(path=str(source), special_tokens_in_text=True).build()
@@ -222,6 +225,7 @@ def test_no_class_of_the_source_changes_the_ids(tmp_path: Path) -> None:
     assert [rebuilt.encode(text, add_special_tokens=False) for text in NUMBERS] != right
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "config",
     [

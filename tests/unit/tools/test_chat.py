@@ -51,6 +51,7 @@ def chat(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple
     return code, out, err
 
 
+@pytest.mark.full
 def test_answers_are_those_of_transformers(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -257,6 +257,7 @@ def test_runs_at_one_number_of_tokens_per_parameter_are_refused(capsys: Capture,
     assert "the tokens per parameter of the runs are between " in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_what_the_runs_do_not_tell_is_refused(capsys: Capture, tmp_path: Path, runs: Path) -> None:
     """A run of far more FLOPs, and jobs that the law is not of."""
     large = str(write_run(tmp_path / "large", 128, 64000) / "job.toml")

@@ -179,6 +179,7 @@ def test_a_default_that_is_left_out_is_as_if_it_were_written(release: str, tmp_p
     }
 
 
+@pytest.mark.full
 def test_every_flavor_loads(tmp_path: Path) -> None:
     for name, flavors in FLAVORS.items():
         for flavor in flavors:

@@ -101,6 +101,7 @@ def test_experts_are_counted_but_the_law_of_dense_models_is_not_asked(capsys: Ca
     assert plan["model"]["matmul_parameters"] == active
 
 
+@pytest.mark.full
 def test_experts_on_axes_of_their_own(capsys: Capture) -> None:
     words = ["qwen3_30b_a3b", "--gpus=8xH200", "--parallelism.fsdp_reshard_after_forward=never"]
     plans = {
@@ -152,6 +153,7 @@ def test_layouts_are_listed_as_overrides_that_a_job_accepts(capsys: Capture) -> 
     assert shared.startswith("not pp 2: parallelism.pipeline_parallel_degree: embedding")
 
 
+@pytest.mark.full
 def test_layouts_that_do_not_fit_are_one_line(capsys: Capture) -> None:
     words = ["plan", "llama3_8b", "--gpus=2xL4", "--top=1"]
     rows = planned(capsys, *words)["refused_layouts"]
