@@ -23,14 +23,14 @@ import pytest
 
 from tests.support.tiers import full
 from titanlite import cli, train
-from titanlite.commands import VERBS, Verb, parser
+from titanlite.commands import Verb, parser, verbs
 from titanlite.config import reference, schema
 from titanlite.config.component import ConfigError
 from titanlite.interop import export
 from titanlite.log import for_terminal, logger, set_up_logging
 from titanlite.optim.base import Optimizer
-from titanlite.options import DTYPES
 from titanlite.runtime.environment import NOTES
+from titanlite.tools.verbs import DTYPES
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TRAIN = ROOT / "run_train.sh"
@@ -85,7 +85,7 @@ def complaint_of(result: tuple[int, str, str], wanted_code: int = 2) -> str:
 
 def test_an_unknown_verb_is_told_with_the_known_ones(run):
     assert complaint_of(run("tarin")) == (
-        f"unknown verb 'tarin'; did you mean `titanlite train`? (known: {', '.join(VERBS)})"
+        f"unknown verb 'tarin'; did you mean `titanlite train`? (known: {', '.join(verbs())})"
     )
 
 
@@ -93,7 +93,7 @@ def test_an_unknown_verb_is_told_with_the_known_ones(run):
 def test_help_lists_every_verb(run, flag):
     code, out, err = run(flag)
     assert (code, err) == (0, "")
-    for name, verb in VERBS.items():
+    for name, verb in verbs().items():
         assert any(line.split()[:1] == [name] and verb.about in line for line in out.splitlines())
 
 
@@ -110,7 +110,7 @@ def test_the_package_runs_as_a_module():
     assert (done.returncode, done.stdout.split()[:2]) == (0, ["titanlite", "0.1.0"]), done.stderr
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", verbs())
 def test_a_verb_alone_is_a_mistake_that_shows_its_usage(run, verb):
     code, out, err = run(verb)
     assert (code, out) == (2, ""), "a script whose variable is empty must not succeed"
@@ -219,7 +219,7 @@ def test_every_verb_has_help(verb, capsys):
 
 def test_the_verbs_of_the_help_are_all_tested():
     tested = next(m for m in test_every_verb_has_help.pytestmark if m.name == "parametrize").args[1]
-    assert sorted(tested) == sorted(VERBS)
+    assert sorted(tested) == sorted(verbs())
 
 
 def test_the_help_of_train_lists_the_keys(run):
@@ -431,7 +431,7 @@ def test_a_source_that_is_missing_is_told_by_its_number(run, tmp_path, monkeypat
 
 
 def fake_verb(monkeypatch: pytest.MonkeyPatch, main: Callable[[list[str]], int]) -> None:
-    monkeypatch.setitem(VERBS, "fake", Verb("fake_verb_module", "for a test"))
+    monkeypatch.setitem(verbs(), "fake", Verb("fake_verb_module", "for a test"))
     monkeypatch.setitem(sys.modules, "fake_verb_module", SimpleNamespace(main=main))
 
 
@@ -740,8 +740,8 @@ def test_help_and_mistakes_take_no_torch(tmp_path):
     later = ['--job.imports=["nowhere"]', "--optimizer.name=mine"]
     cases = [  # arguments, exit code, what is said
         (["--version"], 0, "titanlite 0.1.0"),
-        *(([verb, "--help"], 0, f"usage: titanlite {verb}") for verb in VERBS),
-        *(([verb], 2, f"titanlite {verb}") for verb in VERBS),
+        *(([verb, "--help"], 0, f"usage: titanlite {verb}") for verb in verbs()),
+        *(([verb], 2, f"titanlite {verb}") for verb in verbs()),
         (["train", "--help", "training"], 0, "--training.seq_len=2048"),
         (["train", "--help", "trianing"], 2, "no section 'trianing'; did you mean 'training'?"),
         (["launch", DEBUG, "--help"], 0, "  --training.seq_len "),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pkgutil
 import sys
 import sysconfig
 import traceback
@@ -48,6 +49,22 @@ def import_components(tree: dict[str, Any], locator: Locator, allowed: bool) -> 
                 more = "; name a module: write package.module, without a folder and without .py"
             text = f"cannot import {module!r}: {error_with_place(e)}{more}"
             raise locator.located(ConfigError(text, key)) from None
+
+
+def own_modules(name: str) -> list[str]:
+    """Return the modules called `name` of titanlite's packages, such as titanlite.tools.verbs. A package adds
+    verbs or components by having such a module, so that no list names the packages."""
+    packages = [f"titanlite.{module.name}" for module in pkgutil.iter_modules([str(PACKAGE)]) if module.ispkg]
+    return [f"{p}.{name}" for p in packages if (PACKAGE / p.rpartition(".")[2] / f"{name}.py").is_file()]
+
+
+def import_own_components() -> bool:
+    """Import the module `components` of each of titanlite's packages that has one, which registers components
+    that a job may name and most jobs do not need. Returns False if all were imported before."""
+    missing = [module for module in own_modules("components") if module not in sys.modules]
+    for module in missing:
+        importlib.import_module(module)
+    return bool(missing)
 
 
 def _check_file(module: ModuleType, here: str) -> None:

@@ -37,7 +37,6 @@ from titanlite import startup
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.resume import newest
 from titanlite.checkpoint.run_identity import STAGES
-from titanlite.commands import shown_config, take_flag, take_numbers
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS
@@ -52,10 +51,12 @@ from titanlite.data.skips import SkippedSequences
 from titanlite.data.sources import short_names
 from titanlite.job import Job, build_tokenizer, load_job
 from titanlite.log import for_terminal, tell
+from titanlite.options import take_flag, take_numbers
 from titanlite.stages import Stages, check_stages, label
 from titanlite.tokenizers.base import Tokenizer, TokenizerConfig
 from titanlite.tokenizers.tiktoken import Tiktoken
 from titanlite.tools import data_plan
+from titanlite.tools.verbs import shown_config
 
 CACHE_DIR = "outputs/cache"  # the default of data.cache_dir
 
@@ -193,7 +194,7 @@ def _skipped(job: Job, sequences: SequenceDataset) -> SkippedSequences:
     """The sequences that a run skips: those of its job, and those of the newest checkpoint in its folder, if
     the job numbers the sequences as the checkpoint's run does."""
     try:
-        candidate = newest(job.folder / job.checkpoint.folder, -1, [], job.checkpoint.verify)
+        candidate = newest(job.folder / job.checkpoint.folder, -1, [])
     except CheckpointError as e:  # of another format
         tell(f"sequences that the run skips are marked from its configuration only: {e}")
         candidate = None

@@ -13,7 +13,6 @@ from titanlite import startup
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.resume import Candidate
 from titanlite.checkpoint.run_folder import RunFolder
-from titanlite.commands import shown_config, take_flag, take_numbers
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import ALLOW_IMPORTS
@@ -24,8 +23,10 @@ from titanlite.data.skips import SkippedSequences
 from titanlite.data.sources import short_names
 from titanlite.job import Job, load_job
 from titanlite.log import for_terminal, tell
-from titanlite.report.terminal import table
+from titanlite.options import take_flag, take_numbers
 from titanlite.stages import Stages
+from titanlite.table import table
+from titanlite.tools.verbs import shown_config
 
 MAX_EPOCHS = 10  # whose ends are listed, of each source
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite.checkpoint.lock import FolderLock
-from titanlite.commands import take_flag
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS, error_with_place
@@ -21,6 +20,7 @@ from titanlite.job import Job, load_job
 from titanlite.log import printable, tell
 from titanlite.metrics.sinks.base import RunInfo
 from titanlite.metrics.sinks.tracker import Tracker, metrics_of
+from titanlite.options import take_flag
 
 
 def main(argv: Sequence[str]) -> int:

@@ -14,13 +14,14 @@ from tests.support.checkpoints import EXTRA, save_steps
 from tests.support.jobs import make_job, write_corpus
 from titanlite import startup
 from titanlite.checkpoint.commit import manifest_text
-from titanlite.commands import shown_config
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
+from titanlite.corpus import prepare
 from titanlite.data.skips import SkippedSequences
 from titanlite.job import load_job
 from titanlite.tokenizers.bytes import Bytes
-from titanlite.tools import data, prepare
+from titanlite.tools import data
+from titanlite.tools.verbs import shown_config
 
 
 @pytest.fixture

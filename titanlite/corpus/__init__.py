@@ -1,0 +1,1 @@
+"""Preparation of corpora: filters, deduplication, conversations, downloads from the hub, and writers."""

@@ -1,0 +1,1 @@
+"""Planning, measuring and tuning of runs, and scaling laws."""

@@ -1,0 +1,229 @@
+"""The verbs `tune` and `plan` of the command line. Does not import torch."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from titanlite.commands import Verb, parser
+from titanlite.config.amount import SUFFIXES, Amount
+from titanlite.config.axes import take_axes
+from titanlite.config.component import ConfigError
+from titanlite.config.shipped import find_config
+from titanlite.options import Options, add_allow_imports, parse_number, parse_price
+from titanlite.tools.verbs import shown_config
+
+# Options of `titanlite tune` for other work than a search.
+TUNE_ACTIONS = ("coordinate_check", "find_batch", "ladder", "measure")
+
+
+def add_tune(options: Options) -> None:
+    add, number = options.add, {"type": int, "metavar": "N"}
+    options.usage = """titanlite tune CONFIG --section.key=LOW:HIGH:NUM [...] [options]
+       titanlite tune CONFIG --coordinate-check [options] [--section.key=value ...]
+       titanlite tune CONFIG (--ladder | --find-batch | --measure) [options]"""
+    add("config", help="a job's TOML file; its keys may be overridden")
+    add("--gpus-per-trial", **number, default=1, help="GPUs of each run, or to measure (1)")
+    add("--rungs", **number, help="at most so many rungs; 1: no halving (down to 3 runs)")
+    add("--ladder", action="store_true", help="train smaller models, for a scaling law")
+    add(
+        "--sizes", type=parse_model_sizes, default={}, metavar="LIST", help="parameters, such as 10M,30M,0.1B"
+    )
+    ratios = "10,20,40"
+    add(
+        "--ratios", type=parse_ratios, default=ratios, metavar="LIST", help=f"tokens per parameter ({ratios})"
+    )
+    add("--write-only", action="store_true", help="only write the TOML files of a ladder")
+    add("--find-batch", action="store_true", help="find the largest micro-batch that fits")
+    add("--measure", action="store_true", help="measure this machine's speed, for `titanlite plan`")
+    add("--coordinate-check", action="store_true", help="compare what blocks learn at several widths")
+    widths, names = [128, 256, 512, 1024], "128,256,512,1024"
+    add("--widths", type=parse_widths, default=widths, metavar="LIST", help=f"widths to compare ({names})")
+    add("--base-width", **number, default=128, help="width that CONFIG's settings are for (128)")
+    add("--target-width", **number, default=0, help="width to print the settings for (see above)")
+    add("--standard", action="store_true", help="use CONFIG's settings at every width, without rules")
+    add("--steps", **number, default=5, help="training steps at each width (5)")
+    add("--seeds", **number, help="2, or 1: no second seed (2); of the check (3)")
+    add("--output", type=Path, help="folder of the runs; JSON file of the others")
+
+
+def add_plan(options: Options) -> None:
+    add = options.add
+    options.usage = """titanlite plan CONFIG [options] [--section.key=value ...]
+       titanlite plan [CONFIG] --fit RUN ... [options] [--section.key=value ...]"""
+    add("config", help="a job's TOML file; keys may be overridden as for `titanlite train`")
+    add("--gpus", help="number and kind of the GPUs, such as 64xH100 (the fewest possible, H100)")
+    add(
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help="take the speed that `titanlite tune --measure` measured; --gpus may then be a number",
+    )
+    add("--gpus-per-node", type=int, metavar="N", help="GPUs of one machine (8)")
+    add("--price", type=parse_price, metavar="PRICE", help="of a GPU hour; adds what the run costs")
+    add("--mtbf", type=parse_hours, metavar="HOURS", help="mean time between failures of the whole job")
+    tokens = "tokens to train on, such as 160B, instead of training.steps"
+    add("--tokens", type=parse_tokens, metavar="AMOUNT", help=tokens)
+    add("--top", type=int, default=0, help="also list this many layouts of the same GPUs that fit (0)")
+    runs = "finished runs, or folders with some: fit a scaling law to them, and forecast CONFIG's loss by it"
+    add("--fit", type=Path, nargs="+", metavar="RUN", help=runs)
+    add("--flops", type=parse_flops, help="with --fit: FLOPs to find the compute-optimal run for")
+    add("--json", action="store_true", help="print the plan as JSON")
+    add("--svg", type=Path, metavar="FILE", help="write a picture of a rank's memory over a step to FILE")
+    add_allow_imports(options)
+
+
+def parse_widths(text: str) -> list[int]:
+    """Return `128,512` as two or more different numbers in order. Raises ArgumentTypeError."""
+    words = text.split(",")
+    widths = sorted({int(word) for word in words if word.strip().isdecimal() and int(word) > 0})
+    if len(widths) < len(words) or len(widths) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of two or more widths such as 128,256,512")
+    if widths[-1] < 4 * widths[0]:
+        raise argparse.ArgumentTypeError(
+            f"{widths[-1]} is less than 4 times {widths[0]}: seeds scatter too much for a slope over so "
+            f"few widths; for example {widths[0]},{2 * widths[0]},{4 * widths[0]}"
+        )
+    return widths
+
+
+def parse_model_sizes(text: str) -> dict[str, int]:
+    """Return `100M,1.5B` as numbers of parameters by their texts, in order. Raises ArgumentTypeError."""
+    sizes = dict[str, int]()
+    for word in text.split(","):
+        match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)([KMB]?)", word.strip().upper())
+        if not match or not (size := round(float(match[1]) * SUFFIXES.get(match[2], 1))):
+            raise argparse.ArgumentTypeError(f"{word!r} of {text!r} is not a size such as 30M or 1.5B")
+        if size in sizes.values():
+            raise argparse.ArgumentTypeError(f"{text!r} has {word.strip()} twice")
+        sizes[match[0]] = size
+    return dict(sorted(sizes.items(), key=lambda item: item[1]))
+
+
+def parse_ratios(text: str) -> list[str]:
+    """Return `10,20,40` as texts of different numbers above 0, in order. Raises ArgumentTypeError."""
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", word) or float(word) == 0:
+            raise argparse.ArgumentTypeError(
+                f"{word!r} of {text!r} is not a number such as 20 or 0.5, from 0.000001 to 999999"
+            )
+    if len({float(word) for word in words}) < len(words):
+        raise argparse.ArgumentTypeError(f"{text!r} has a number twice")
+    return sorted(words, key=float)
+
+
+def parse_flops(text: str) -> float:
+    """Return `1e21` as a number. Raises ArgumentTypeError."""
+    if not re.fullmatch(r"\d{1,30}(\.\d*)?([eE]\+?\d{1,2})?", text) or float(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of FLOPs such as 1e21")
+    return float(text)
+
+
+def parse_tokens(text: str) -> str:
+    """Return `160B`, which is an amount of tokens. Raises ArgumentTypeError."""
+    try:
+        Amount.parse(f"{text} tokens")
+    except ConfigError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 160B") from None
+    return text
+
+
+def parse_hours(text: str) -> float:
+    """Return `36.5` as a number above 0. Raises ArgumentTypeError."""
+    hours = parse_number(text)
+    if not hours:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of hours such as 36.5, above 0 and below 1e12"
+        )
+    return hours
+
+
+def tune_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of `titanlite tune` and the overrides, among them the ranges of a search. Raises
+    ConfigError."""
+    options, overrides = parser("tune").read_known(argv)
+    actions = [f"--{name.replace('_', '-')}" for name in TUNE_ACTIONS if getattr(options, name)]
+    if len(actions) > 1:
+        raise ConfigError(f"command line, {actions[1]}: not together with {actions[0]}")
+    if not actions and not take_axes(overrides)[0]:
+        raise ConfigError(
+            "name what to do: --coordinate-check, --find-batch, --ladder, --measure, or several values of "
+            "a key to search: --optimizer.lr=1e-4:3e-3:5 or, without spaces, --optimizer.lr=1e-4,3e-4"
+        )
+    options.seeds = options.seeds if options.seeds is not None else 3 if options.coordinate_check else 2
+    for key in ("base_width", "steps", "seeds", "gpus_per_trial", "rungs"):
+        if (value := getattr(options, key)) is not None and value < 1:
+            raise ConfigError(f"command line, --{key.replace('_', '-')}: {value} is below 1")
+    if options.seeds > 2 and not actions:
+        raise ConfigError(f"command line, --seeds: {options.seeds} is not 1 or 2, the seeds of a search")
+    if actions and take_axes(overrides)[0]:
+        key = take_axes(overrides)[0][0].key
+        raise ConfigError(f"command line, --{key}: several values are for a search, not for {actions[0]}")
+    for key in ("sizes", "write_only"):
+        if getattr(options, key) and not options.ladder:
+            raise ConfigError(f"command line, --{key.replace('_', '-')}: it needs --ladder")
+    if options.target_width < 0:
+        raise ConfigError(f"command line, --target-width: {options.target_width} is below 0")
+    if options.standard and options.target_width:
+        raise ConfigError(
+            "command line, --target-width: --standard prints no settings; leave out one of the two"
+        )
+    return options, overrides
+
+
+def plan_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of `titanlite plan`, whose config is a TOML file or, with --fit, None, and the
+    overrides. Raises ConfigError."""
+    no_config = argv[0].startswith("--") and any(word.partition("=")[0] == "--fit" for word in argv)
+    options, overrides = parser("plan").read_known(["", *argv] if no_config else argv)
+    for key, least in (("gpus_per_node", 1), ("top", 0)):
+        if (value := getattr(options, key)) is not None and value < least:
+            raise ConfigError(f"command line, --{key.replace('_', '-')}: {value} is below {least}")
+    if options.flops is not None and not options.fit:
+        raise ConfigError("command line, --flops: it needs the runs of a law; see --fit")
+    if no_config:
+        options.config = None
+        given = [key for key in ("gpus", "price", "mtbf", "top", "svg", "measured") if getattr(options, key)]
+        if words := [*overrides, *(f"--{key}" for key in given)]:
+            raise ConfigError(
+                f"{words[0]} needs a CONFIG, which comes first: titanlite plan CONFIG --fit RUN ..."
+            )
+        return options, []
+    path = shown_config(options.config)
+    if path is None and Path(options.config).exists():
+        raise ConfigError(f"name a TOML file or a run folder to plan: {options.config} is neither")
+    options.config = path or str(find_config(options.config))
+    return options, overrides
+
+
+def _tune_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    options, overrides = tune_arguments(argv)
+    searches = not any(getattr(options, name) for name in TUNE_ACTIONS)
+    axes, rest = take_axes(overrides) if searches else ([], overrides)
+    return options.config, [*rest, *(f"--{axis.key}={axis.values[0]}" for axis in axes)]
+
+
+def _plan_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None:
+    options, overrides = plan_arguments(argv)
+    return None if options.config is None else (options.config, overrides)
+
+
+VERBS = {
+    "tune": Verb(
+        "titanlite.lab.tune",
+        "find good settings by runs, and check that they carry over to wider models",
+        options=add_tune,
+        table="job",
+        config_of=_tune_config,
+    ),
+    "plan": Verb(
+        "titanlite.lab.plan",
+        "say what a run will need and cost, before it is started",
+        options=add_plan,
+        table="job",
+        config_of=_plan_config,
+    ),
+}
