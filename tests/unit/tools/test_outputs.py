@@ -8,7 +8,8 @@ import pytest
 
 from titanlite import cli
 from titanlite.corpus import prepare
-from titanlite.tools import export, import_weights, migrate, tokenizer
+from titanlite.contrib import migrate
+from titanlite.tools import export, import_weights, tokenizer
 
 
 def fail(*args: object, **kwargs: object) -> None:
