@@ -45,8 +45,7 @@ VARIANTS = {
 }
 CASES = [
     ("default", "fsdp 3"),
-    ("default", "fsdp 2 x tp 2"),
-    *(full("default", name) for name in LAYOUTS if name not in ("fsdp 3", "fsdp 2 x tp 2")),
+    *(full("default", name) for name in LAYOUTS if name != "fsdp 3"),
     *(full(variant, name) for variant in VARIANTS if variant != "default" for name in LAYOUTS),
 ]
 

@@ -40,8 +40,8 @@ def assert_same(actual: dict[str, torch.Tensor], whole: dict[str, torch.Tensor])
 @pytest.mark.parametrize(
     ("degree", "schedule"),
     [
-        *((4, schedule) for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")),
-        *(full(4, schedule) for schedule in ("GPipe", "InterleavedZeroBubble")),
+        (4, "ZBVZeroBubble"),
+        *(full(4, schedule) for schedule in ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble")),
         *(full(2, schedule) for schedule in STAGES_PER_RANK),
     ],
 )

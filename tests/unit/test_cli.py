@@ -671,10 +671,12 @@ class Explained(Optimizer, name="explained"):
             ["train", "job.toml", "--help", "optimizer"],
             "<tuple[float, float]>\n      Key of a test.",
         ),
-        (["train", "job.toml", "--help", "all"], '[optimizer]  (name = "explained")  Optimizer of a test.'),
-        (["launch", "--nproc-per-node=2", "job.toml", "--help", "optimizer"], "Key of a test."),
+        full(
+            ["train", "job.toml", "--help", "all"], '[optimizer]  (name = "explained")  Optimizer of a test.'
+        ),
+        full(["launch", "--nproc-per-node=2", "job.toml", "--help", "optimizer"], "Key of a test."),
         (["config", "job.toml", "--allow-imports", "--help", "optimizer"], "Key of a test."),
-        (["config", "job.toml", "--reference", "--allow-imports"], "| Key of a test. |"),
+        full(["config", "job.toml", "--reference", "--allow-imports"], "| Key of a test. |"),
     ],
     ids=["section", "help", "launch", "config", "reference"],
 )

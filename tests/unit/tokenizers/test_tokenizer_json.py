@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Library
 
+from tests.support.tiers import full
 from titanlite.config.component import ConfigError
 from titanlite.tokenizers import tokenizer_json
 from titanlite.tokenizers.base import BOS, EOS, Tokenizer, TokenizerConfig
@@ -99,10 +100,10 @@ def test_ids_are_equal_on_varied_text(tmp_path: Path, kind: str) -> None:
     [
         CL100K,
         r"(?:[a\]\)]|[0-9[a-c]]){2,3}+|.|\n",
-        r"\d{2}+|[^\d]{3,}+|[\s\S]",
+        full(r"\d{2}+|[^\d]{3,}+|[\s\S]"),
         r"\S+|\s+$|\s",
-        r"^\s+|\S+|\s",
-        r"\pL+|\PL+",
+        full(r"^\s+|\S+|\s"),
+        full(r"\pL+|\PL+"),
     ],
 )
 def test_regular_expressions_are_translated(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
@@ -271,10 +272,10 @@ def test_a_role_without_an_id_is_left_out_of_an_export(tmp_path: Path, name: str
     ("name", "tree"),
     [
         ("tokenizer_config.json", {"additional_special_tokens": ["<|tool|>", "<d>"]}),
-        ("tokenizer_config.json", {"extra_special_tokens": [{"__type": "AddedToken", "content": "<d>"}]}),
-        ("tokenizer_config.json", {"extra_special_tokens": {"image_token": "<d>"}}),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"9000": {"content": "<d>"}}}),
-        ("tokenizer_config.json", {"image_token": "<d>"}),
+        full("tokenizer_config.json", {"extra_special_tokens": [{"__type": "AddedToken", "content": "<d>"}]}),
+        full("tokenizer_config.json", {"extra_special_tokens": {"image_token": "<d>"}}),
+        full("tokenizer_config.json", {"added_tokens_decoder": {"9000": {"content": "<d>"}}}),
+        full("tokenizer_config.json", {"image_token": "<d>"}),
         ("special_tokens_map.json", {"additional_special_tokens": ["<d>"]}),
         ("added_tokens.json", {"<d>": 9000}),
     ],

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from titanlite import cli
-from titanlite.corpus import prepare
 from titanlite.contrib import migrate
+from titanlite.corpus import prepare
 from titanlite.tools import export, import_weights, tokenizer
 
 
