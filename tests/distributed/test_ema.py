@@ -105,6 +105,7 @@ def test_the_average_and_its_validation_change_nothing_about_training(
     assert sha_of(plain.folder, "ema") == nothing != sha_of(averaged.folder, "ema")
 
 
+@pytest.mark.full
 def test_control_weights_that_are_not_put_back_are_noticed(tmp_path: Path, corpus: Path) -> None:
     @contextmanager
     def only_there(average: WeightAverage) -> Iterator[None]:

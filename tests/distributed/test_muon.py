@@ -146,6 +146,7 @@ def collectives_of_a_step(world_size: int, optimizer: Muon) -> tuple[dict[str, i
     return counts, len(built.ownership.buckets)  # type: ignore[attr-defined]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("normalize", "per_bucket"), [("none", 2), ("neuron", 4)])
 def test_a_step_has_two_collectives_per_bucket(
     run_on: Callable[..., Any], normalize: str, per_bucket: int

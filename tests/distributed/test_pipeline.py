@@ -153,6 +153,7 @@ def with_documents(world_size: int, layout: dict[str, Any]) -> dict[str, torch.T
     return {name: whole(p.grad) for name, p in model.net.named_parameters()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", [full("1F1B"), "Interleaved1F1B"])
 def test_a_micro_batch_keeps_its_mask(run_on, schedule: str) -> None:
     by_rank = run_on(2, with_documents, 2, {"pp": 2, "schedule": schedule, **UNTIED})
@@ -174,6 +175,7 @@ def forwards(world_size: int, layout: dict[str, Any]) -> tuple[torch.Tensor, tor
     return losses[0], losses[1], model.logits(batch.inputs[:1, :7])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", sampled(STAGES_PER_RANK, {"ZBVZeroBubble"}))
 def test_losses_and_logits_are_the_same(run_on, schedule: str) -> None:
     whole = forwards(1, UNTIED)

@@ -202,6 +202,7 @@ def refused_on_rank(folder: Path, corpus: Path, world_size: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.full
 def test_a_global_batch_that_follows_the_ranks_is_refused(tmp_path: Path, corpus: Path, run_on) -> None:
     train(make_job(tmp_path, corpus, "--training.global_batch_size=-1", "--training.steps=2", name="batch"))
     messages = run_on(2, refused_on_rank, tmp_path, corpus, 2)

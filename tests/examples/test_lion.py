@@ -105,6 +105,7 @@ def test_a_run_changes_its_optimizer_and_back(
     assert "optimizer.model.norm.weight.exp_avg_sq" in names
 
 
+@pytest.mark.full
 def test_control_a_resume_without_the_momentum_is_noticed(
     whole: Path, tmp_path: Path, corpus: Path, run_on: Any
 ) -> None:

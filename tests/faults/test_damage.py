@@ -342,6 +342,7 @@ def take_from_another_step(checkpoint: Path) -> None:
         shutil.copy(file, checkpoint / "step-2")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damage", [swap_rank_files, take_from_another_step])
 def test_shards_of_the_same_size_in_the_wrong_place(
     two: Path, tmp_path: Path, run_on: Callable[..., list[Any]], damage: Callable[[Path], None]

@@ -168,6 +168,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
     return job
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["async", pytest.param("disabled", marks=pytest.mark.full)])
 def test_a_run_on_a_disk_that_was_full_for_a_while(
     disk: Disk, whole: Job, corpus: Path, monkeypatch: pytest.MonkeyPatch, mode: str

@@ -314,6 +314,7 @@ def test_control_a_rename_before_the_sync_is_found(tmp_path: Path, monkeypatch: 
     assert_found(record_saves(tmp_path / "root", last=1), tmp_path, "is missing|manifest")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("renames", [False, True], ids=["no rename", "no sync"])
 def test_control_a_deletion_that_is_not_hidden_first_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: bool

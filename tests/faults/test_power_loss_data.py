@@ -161,6 +161,7 @@ def test_the_cache_of_a_text_source(raw: Path, tmp_path: Path) -> None:
     check_dataset(recording, tmp_path, name, again, 20, whole)
 
 
+@pytest.mark.full
 def test_control_a_marker_before_its_files_is_found(raw: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()

@@ -293,6 +293,7 @@ def test_a_whole_process_group_is_told(whole: Job, tmp_path: Path, corpus: Path)
     assert_same(runs.job, whole)
 
 
+@pytest.mark.full
 def test_sigusr2_saves_and_goes_on(whole: Job, tmp_path: Path, corpus: Path) -> None:
     runs = Runs(tmp_path, corpus)
     assert runs(Event("loading", 3, "SIGUSR2"), Event("accumulating", 10, "SIGUSR2")) == [0, 0], runs.log

@@ -383,9 +383,9 @@ DOWNLOAD = f"hf download {HUB} --local-dir DIR"
     ("argv", "command"),
     [
         (["generate", HUB, "--prompt=a"], DOWNLOAD),
-        (["export", HUB, "new"], DOWNLOAD),
-        (["import", HUB, "new", "debug"], DOWNLOAD),
-        (["config", "debug", "--ranks=1", f"--checkpoint.initial_load_path={HUB}"], DOWNLOAD),
+        full(["export", HUB, "new"], DOWNLOAD),
+        full(["import", HUB, "new", "debug"], DOWNLOAD),
+        full(["config", "debug", "--ranks=1", f"--checkpoint.initial_load_path={HUB}"], DOWNLOAD),
         (["config", "debug", "--ranks=1", "--tokenizer.name=huggingface", f"--tokenizer.path={HUB}"],
          DOWNLOAD),
         (["config", "debug", "--ranks=1", f"--tokenizer.path={HUB}"], DOWNLOAD),

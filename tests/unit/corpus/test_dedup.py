@@ -81,6 +81,7 @@ def test_the_first_document_stands_for_its_group(corpus: tuple[int, Keys]) -> No
     assert all(first[f] == f <= i for i, f in enumerate(first))
 
 
+@pytest.mark.full
 @given(corpora(), st.randoms(use_true_random=False))
 @settings(deadline=None)
 def test_the_order_of_the_bands_does_not_matter(

@@ -113,6 +113,7 @@ def test_the_number_of_processes_does_not_matter(
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("order", [[0, 1], [1, 0], [2, 0, 1], [3, 1, 4, 0, 2]], ids=str)
 def test_the_number_of_workers_does_not_matter(
     raw: Path, reference: dict[str, str], tmp_path: Path, order: list[int]
@@ -213,6 +214,7 @@ def test_done_work_is_not_done_again(raw: Path, tmp_path: Path, monkeypatch: pyt
     assert whole["scan"] == whole["encode"] >= 15
 
 
+@pytest.mark.full
 def test_a_killed_run_leaves_no_processes(raw: Path, tmp_path: Path) -> None:
     """Its workers end with it, in the middle of whatever they do."""
     running = ranks.Ranks(1, drive_in_a_session, raw, tmp_path / "out")

@@ -133,6 +133,7 @@ def test_uniformity_bound_catches_bad_permutations() -> None:
     assert apart > 100
 
 
+@pytest.mark.full
 def test_fixed_points_are_as_many_as_chance_has() -> None:
     """A random permutation has one fixed point on average, with variance one."""
     for n, num_keys in ((50, 300), (TABLE + 1, 100)):

@@ -188,6 +188,7 @@ def test_the_tensors_of_an_exported_adapter(trained: Trained, dtype: str) -> Non
     assert factors == {1.0, 0.3}
 
 
+@pytest.mark.full
 def test_buffers_that_are_state_are_those_of_the_run(tmp_path: Path, corpus: Path) -> None:
     """They change in training, although the base model's parameters do not."""
     keys = ['--job.imports=["tests.support.auxiliary"]', '--model={name = "auxiliary", flavor = "debug"}']

@@ -107,6 +107,7 @@ def test_logits_of_an_export_equal_ours_at_every_position(tmp_path: Path, varian
     assert same[decided].float().mean() > (0.95 if "n_experts" in model_family.overrides else 0.99)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "variant", ["scaled rope", "qwen3", pytest.param("qwen3, tied", marks=pytest.mark.full)]
 )

@@ -124,6 +124,7 @@ def test_the_law_of_run_folders(capsys: Capture, runs: Path) -> None:
     assert again["constants"] == law["constants"]
 
 
+@pytest.mark.full
 def test_a_job_is_forecast(capsys: Capture, runs: Path) -> None:
     held_out = write_run(runs.parent / "large", 128, 64000)
     job = str(held_out / "job.toml")

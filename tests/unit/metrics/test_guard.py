@@ -243,6 +243,7 @@ def test_control_a_run_without_bad_steps_differs(tmp_path: Path, corpus: Path, i
     assert files_of(job, 8) != files_of(idle, 8)
 
 
+@pytest.mark.full
 def test_a_streak_may_be_interrupted_twice(
     tmp_path: Path, corpus: Path, idle: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -381,6 +382,7 @@ def test_the_way_back_for_a_run_that_has_a_load_step(tmp_path: Path, corpus: Pat
     assert [line["step"] for line in metrics_of(job)] == [*range(1, 9)]
 
 
+@pytest.mark.full
 def test_retention_keeps_two_checkpoints_from_before_a_streak(tmp_path: Path, corpus: Path) -> None:
     """Each start is stopped by a signal in the streak, and saves. The weights of step 2 may be the cause."""
     keys = [*EVERY, "--checkpoint.keep_latest_k=2", "--training.steps=16"]

@@ -230,6 +230,7 @@ def test_a_resumed_run_decides_as_the_uninterrupted_one() -> None:
         assert stopped_at(step) == whole
 
 
+@pytest.mark.full
 def test_control_a_run_that_lost_its_window_does_not() -> None:
     def lose(state: dict[str, Any]) -> None:
         state["outliers"] |= {"losses": [], "log_norms": []}

@@ -123,6 +123,7 @@ def run_to(folder: Path, corpus: Path, steps: int, *overrides: str) -> Job:
     return job
 
 
+@pytest.mark.full
 def test_a_sink_is_told_of_its_run_and_of_what_happens(
     tmp_path: Path, corpus: Path, opened: list[Kept]
 ) -> None:

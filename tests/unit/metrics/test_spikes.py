@@ -116,6 +116,7 @@ def test_the_recorded_runs_give_none_and_a_planted_one_is_found(monkeypatch: pyt
         assert len(find([*losses, *[losses[-1] + 4] * 30])) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", [100, 271, 1003, 1008, 1012, 1022, 1023, 1040, 1300])
 def test_a_resumed_detector_finds_the_same(step: int) -> None:
     losses, whole = raised(1000, 1400, 0.8), find(raised(1000, 1400, 0.8))

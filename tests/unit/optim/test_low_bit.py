@@ -343,6 +343,7 @@ def test_tensor_parallel_may_not_cut_a_block() -> None:
 WIDE = ["--model.overrides.dim=64", "--model.overrides.hidden_dim=128", "--model.overrides.head_dim=16"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("key", [INT8, full(BFLOAT16)])
 def test_a_run_resumes_to_the_bit(tmp_path: Path, corpus: Path, key: str) -> None:
     keys = (*WIDE, key, "--metrics.detail_freq=2", "--training.clip=tensor")

@@ -365,6 +365,7 @@ def recorded(node: Any) -> Iterator[list[dict[str, Any]]]:
             yield from recorded(child)
 
 
+@pytest.mark.full
 def test_the_recorded_runs_give_no_false_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them are healthy. They are too short for verdicts, so the limit is lowered here. The speeds were
     measured on machines with other work, and are not judged."""

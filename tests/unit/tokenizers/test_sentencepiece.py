@@ -250,6 +250,7 @@ def published(request: pytest.FixtureRequest, trained: dict[str, Path], tmp_path
     return built(tmp_path / request.param, request.param, (trained[kind] / "tokenizer.model").read_bytes())
 
 
+@pytest.mark.full
 def test_ids_of_a_tokenizer_json_are_those_of_transformers(published: Path, tmp_path: Path) -> None:
     ours = HuggingFace(path=str(published), special_tokens_in_text=True).build()
     file = str(published / "tokenizer.json")

@@ -123,6 +123,7 @@ def test_a_regular_expression_of_tiktoken_alone_is_refused() -> None:
         verified_files(tokenizer)
 
 
+@pytest.mark.full
 def test_special_tokens_in_text_are_compared_as_in_training() -> None:
     for in_text in (True, False):
         verified_files(Tiktoken(path=STDLIB, special_tokens_in_text=in_text).build())
@@ -166,6 +167,7 @@ def test_special_tokens_in_text_are_read_as_such() -> None:
     assert {tokenizer.bos, tokenizer.eos} <= set(ids)
 
 
+@pytest.mark.full
 def test_a_tokenizer_json_goes_out_as_it_came_in(tmp_path: Path) -> None:
     source = tmp_path / "source"
     opened(Tiktoken(path=STDLIB).build(), source)
