@@ -113,6 +113,7 @@ def test_the_number_of_processes_does_not_matter(
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("order", [[0, 1], [1, 0], [2, 0, 1], [3, 1, 4, 0, 2]], ids=str)
 def test_the_number_of_workers_does_not_matter(
     raw: Path, reference: dict[str, str], tmp_path: Path, order: list[int]
@@ -148,6 +149,7 @@ def prepare_until_killed(raw: Path, output: Path, moment: str) -> None:
         ranks.run(1, drive, raw, output, 1, 1, moment)
 
 
+@pytest.mark.full
 def test_workers_at_the_same_time(
     raw: Path, reference: dict[str, str], tmp_path: Path, run_on: Callable[..., list[Any]]
 ) -> None:
@@ -174,6 +176,7 @@ def test_killed_at_any_moment_it_goes_on(
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.full
 def test_killed_while_it_cleans_up(raw: Path, reference: dict[str, str], tmp_path: Path) -> None:
     """From the mark that all is whole until the name is given, only files that are no longer needed go."""
     prepare_until_killed(raw, tmp_path / "out", "unlink:200")
@@ -211,6 +214,7 @@ def test_done_work_is_not_done_again(raw: Path, tmp_path: Path, monkeypatch: pyt
     assert whole["scan"] == whole["encode"] >= 15
 
 
+@pytest.mark.full
 def test_a_killed_run_leaves_no_processes(raw: Path, tmp_path: Path) -> None:
     """Its workers end with it, in the middle of whatever they do."""
     running = ranks.Ranks(1, drive_in_a_session, raw, tmp_path / "out")
@@ -251,6 +255,7 @@ def test_a_killed_worker_ends_the_run_with_a_reason(raw: Path, tmp_path: Path) -
 # ---- input that changes, or is wrong
 
 
+@pytest.mark.full
 def test_an_edited_file_costs_only_its_own_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw, options = write_corpus(tmp_path / "in"), PrepareOptions(filters=(Length(min_words=3),))
     calls = counted(monkeypatch, "encode")
@@ -277,6 +282,7 @@ def test_an_edited_file_costs_only_its_own_splits(tmp_path: Path, monkeypatch: p
         assert fresh.fingerprint == made.fingerprint
 
 
+@pytest.mark.full
 def test_a_broken_line_stops_and_once_mended_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +305,7 @@ def test_a_broken_line_stops_and_once_mended_it_goes_on(
     assert again < calls["scan"] - again
 
 
+@pytest.mark.full
 def test_bad_lines_are_skipped_and_counted_if_asked_for(tmp_path: Path) -> None:
     raw = write_corpus(tmp_path / "in")
     before = make(raw, tmp_path / "before", num_processes=1)
@@ -341,6 +348,7 @@ def test_another_cut_into_workers_at_the_same_time_is_refused(raw: Path, tmp_pat
     assert make(raw, tmp_path / "out", num_processes=1) is not None  # nobody works on it any more
 
 
+@pytest.mark.full
 def test_workers_of_other_files_at_the_same_time_are_refused(tmp_path: Path) -> None:
     """They would mix: a split's number means another split."""
     raw = write_corpus(tmp_path / "in")
