@@ -24,7 +24,7 @@ from titanlite import commands
 from titanlite.config.component import ConfigError
 from titanlite.errors import PEER_ERRORS, TRACEBACK, explain_host_memory, is_out_of_host_memory
 from titanlite.files import REFUSALS, is_file_error
-from titanlite.log import tell, write_error
+from titanlite.log import protect_terminal, tell, write_error
 from titanlite.runtime import environment
 from titanlite.runtime.signals import Stopped, stop_requests
 
@@ -49,6 +49,7 @@ def main() -> int:
     for stream in (sys.stdout, sys.stderr):  # printing a path that is not UTF-8 must not raise
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    protect_terminal()
     code = run(sys.argv[1:])
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -30,7 +30,7 @@ from titanlite.lab.layouts import DOES_NOT_FIT, FITS, Layout, assess
 from titanlite.lab.plan import decisive_keys, planned_run
 from titanlite.lab.step_time import LINK_SHARE
 from titanlite.lab.step_timer import seconds_of, time_steps
-from titanlite.log import for_terminal, tell
+from titanlite.log import tell
 from titanlite.mesh import Parallelism
 from titanlite.metrics.memory import OutOfMemory, is_out_of_memory
 from titanlite.runtime.compile_cache import use_compile_cache
@@ -71,7 +71,7 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
     if rt.rank == 0:
         write_atomically(output, measurement.to_json())
         text = f"{_text(measurement)}\n\n{_steps(job, gpus, measurement)}"
-        print(for_terminal(f"{text}\n\nwritten: {output}, for titanlite plan --measured={output}"))
+        print(f"{text}\n\nwritten: {output}, for titanlite plan --measured={output}")
     return 0
 
 
