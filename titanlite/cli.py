@@ -87,7 +87,7 @@ def run(argv: Sequence[str]) -> int:
             else:
                 # Most such errors occur on all ranks; the launcher then ends this process while it sleeps.
                 time.sleep(2)
-                tell(f"local rank {environment.local_rank()}: {_reason(error)}")
+                tell(f"local rank {environment.place().local_rank}: {_reason(error)}")
         return code
 
 
@@ -164,7 +164,7 @@ def _report_crash(error: Exception) -> None:
     prints it if no other rank is the cause."""
     text, folder = traceback.format_exc(), environment.notes_folder()
     if folder and PEER_ERRORS.search(f"{type(error).__name__}: {error}"):
-        file = os.path.join(folder, f"{TRACEBACK}-{environment.global_rank()}")
+        file = os.path.join(folder, f"{TRACEBACK}-{environment.place().rank}")
         with suppress(OSError), open(file, "w", encoding="utf-8", errors="backslashreplace") as f:
             f.write(text)
             return
