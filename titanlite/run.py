@@ -120,9 +120,9 @@ class Run:
         since the start of the program; if it is 0, the run was finished before and is evaluated again."""
         job = self.job
         requests.done()
-        if reason := self.read_guard():  # before the exports
+        if reason := self.read_guard():
             raise Diverged(reason)
-        self.checkpoints.close(is_over=self.state.step >= job.training.steps)
+        self.checkpoints.close()
         self.report_saves()
         if self.state.step < job.training.steps:
             if not job.checkpoint.enable:
