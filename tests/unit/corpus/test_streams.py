@@ -211,6 +211,7 @@ def test_an_error_of_a_stream_names_its_key_and_line(
     ("words", "message"),
     [
         (["lines.txt"], "input: a stream is read alone"),
+        (["--worker=0/2"], "worker: a stream is read by one worker"),
         (["--split=test"], "split: applies to hf:NAME: write from_stream.split"),
         (["--from-stream.max_documents=-1"], "from_stream.max_documents: -1 is below 0"),
         (["--from-stream.name=line"], "unknown stream 'line'; did you mean 'lines'?"),
