@@ -41,12 +41,12 @@ from benchmarks.plan_errors import PEAK, RESERVED, STEP  # noqa: E402
 from benchmarks.throughput import SHIPPED_DATA  # noqa: E402
 from titanlite.config import toml  # noqa: E402
 from titanlite.job import Job, load_job  # noqa: E402
-from titanlite.planning.cards import CARDS, GIB, Cluster  # noqa: E402
-from titanlite.planning.layouts import DOES_NOT_FIT, FITS, verdict  # noqa: E402
-from titanlite.planning.memory import rank_memory  # noqa: E402
-from titanlite.planning.step_time import guesses, step_time  # noqa: E402
-from titanlite.report.terminal import table  # noqa: E402
-from titanlite.tools.plan import planned_run  # noqa: E402
+from titanlite.lab.cards import CARDS, GIB, Cluster  # noqa: E402
+from titanlite.lab.layouts import DOES_NOT_FIT, FITS, verdict  # noqa: E402
+from titanlite.lab.memory import rank_memory  # noqa: E402
+from titanlite.lab.plan import planned_run  # noqa: E402
+from titanlite.lab.step_time import guesses, step_time  # noqa: E402
+from titanlite.table import table  # noqa: E402
 
 LIST, RESULTS = ROOT / "benchmarks/blind_points.toml", ROOT / "benchmarks/results"
 PREDICTIONS, ERRORS = RESULTS / "blind_points_predictions.json", RESULTS / "blind_points_errors.json"

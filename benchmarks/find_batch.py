@@ -39,7 +39,7 @@ OUT_OF_MEMORY = 5  # exit code
 # What `tune` itself takes of the GPU's memory, which its runs could not use.
 OWN_MEMORY = """
 import os, subprocess
-from titanlite.tools.find_batch import gpu
+from titanlite.lab.find_batch import gpu
 print(gpu())
 query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
 apps = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()

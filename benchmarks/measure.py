@@ -25,12 +25,12 @@ if str(ROOT) not in sys.path:
 from benchmarks.environment import write_result  # noqa: E402
 from benchmarks.throughput import measure  # noqa: E402
 from titanlite.job import load_job  # noqa: E402
-from titanlite.planning.calibration import read_measurement  # noqa: E402
-from titanlite.planning.cards import Cluster  # noqa: E402
-from titanlite.planning.layouts import assess  # noqa: E402
-from titanlite.planning.step_time import guesses  # noqa: E402
-from titanlite.report.terminal import table  # noqa: E402
-from titanlite.tools.plan import planned_run  # noqa: E402
+from titanlite.lab.calibration import read_measurement  # noqa: E402
+from titanlite.lab.cards import Cluster  # noqa: E402
+from titanlite.lab.layouts import assess  # noqa: E402
+from titanlite.lab.plan import planned_run  # noqa: E402
+from titanlite.lab.step_time import guesses  # noqa: E402
+from titanlite.table import table  # noqa: E402
 
 OF_125M = [
     "--model.flavor=125M", "--training.seq_len=1024", "--training.local_batch_size=32",

@@ -3,7 +3,7 @@
     python benchmarks/plan_errors.py [--output benchmarks/results/plan_errors.json]
 
 The runs are on one to four H200, and on one or two H100. Nothing runs on a GPU here. The counts in
-titanlite/planning were found from some of these runs, as its comments say: the table shows how well they
+titanlite/lab were found from some of these runs, as its comments say: the table shows how well they
 describe the runs, and is no forecast.
 
 `before`: runs by versions that held other buffers. They are listed, and not in the summary. `guess`: whether
@@ -24,11 +24,11 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from titanlite.job import load_job  # noqa: E402
-from titanlite.planning.cards import CARDS, GIB, Cluster  # noqa: E402
-from titanlite.planning.memory import rank_memory  # noqa: E402
-from titanlite.planning.step_time import guesses, step_time  # noqa: E402
-from titanlite.report.terminal import table  # noqa: E402
-from titanlite.tools.plan import planned_run  # noqa: E402
+from titanlite.lab.cards import CARDS, GIB, Cluster  # noqa: E402
+from titanlite.lab.memory import rank_memory  # noqa: E402
+from titanlite.lab.plan import planned_run  # noqa: E402
+from titanlite.lab.step_time import guesses, step_time  # noqa: E402
+from titanlite.table import table  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 PEAK, RESERVED, STEP = "memory/peak_allocated_gib", "memory/peak_reserved_gib", "time/step_s"

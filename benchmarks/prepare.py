@@ -21,11 +21,11 @@ from typing import Any
 
 from environment import environment
 
+from titanlite.corpus.filters import ExactDuplicates, Filter, Length, NearDuplicates
+from titanlite.corpus.pipeline import prepare
+from titanlite.corpus.stages import PrepareOptions
+from titanlite.data.text_sources import stdlib_files
 from titanlite.data.worker_pool import num_cores
-from titanlite.prepare.filters import ExactDuplicates, Filter, Length, NearDuplicates
-from titanlite.prepare.pipeline import prepare
-from titanlite.prepare.sources import stdlib_files
-from titanlite.prepare.stages import PrepareOptions
 from titanlite.tokenizers.tiktoken import Tiktoken
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -24,7 +24,7 @@ from benchmarks.environment import environment  # noqa: E402
 
 LOG, README = ROOT / "benchmarks/results/readme_debug.log", ROOT / "README.md"
 BLOCK = re.compile(r"(?<=```\n)\[rank0\].*?(?=```)", re.DOTALL)
-LEFT_OUT = re.compile(r"step +(?!1/|10/|80/|150/|160/)\d+/")  # lines of steps that the README leaves out
+QUOTED = re.compile(r"debug: .* parameters$|sequences per step|step +(1|160)/|saved .*/step-160 ")
 
 
 def main() -> None:
@@ -46,12 +46,14 @@ def main() -> None:
 
 
 def excerpt(log: str) -> str:
-    """Return the lines that the README quotes; `...` stands for steps that are left out."""
-    lines: list[str] = []
-    for line in log.splitlines():
-        if not lines and not line.startswith("[rank0]"):
-            continue  # progress of tokenising
-        lines.append("..." if LEFT_OUT.search(line) else line)
+    """Return the lines that the README quotes; `...` stands for lines that are left out."""
+    all_lines = log.splitlines()
+    first = next(
+        i for i, line in enumerate(all_lines) if line.startswith("[rank0]")
+    )  # after tokenising's progress
+    lines = [line if QUOTED.search(line) else "..." for line in all_lines[first:]]
+    while lines[-1] == "...":
+        lines.pop()
     quoted = [line for line, before in zip(lines, ["", *lines]) if (line, before) != ("...", "...")]
     return "".join(f"{line}\n" for line in quoted)
 

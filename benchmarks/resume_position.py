@@ -24,7 +24,7 @@ from titanlite.data import order
 from titanlite.data.dataset import Data
 from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.step_sizes import StepSizes
-from titanlite.prepare.sources import Text
+from titanlite.data.text_sources import Text
 from titanlite.tokenizers.bytes import Bytes
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -41,10 +41,10 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.package_text import MIN_BYTES, file_text, package_files, package_versions  # noqa: E402
 from benchmarks.text_tasks import write_tasks  # noqa: E402
+from titanlite.corpus.dedup import first_of_each  # noqa: E402
+from titanlite.corpus.filters import ExactDuplicates, NearDuplicates  # noqa: E402
 from titanlite.data.shards import TokenShards  # noqa: E402
 from titanlite.data.worker_pool import num_cores, worker_pool  # noqa: E402
-from titanlite.prepare.dedup import first_of_each  # noqa: E402
-from titanlite.prepare.filters import ExactDuplicates, NearDuplicates  # noqa: E402
 
 FOLDER = Path("outputs/text_by_kind")
 KINDS = ("code", "c", "prose")

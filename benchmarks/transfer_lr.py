@@ -42,8 +42,8 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.environment import without_paths, write_result  # noqa: E402
 from titanlite.config import toml  # noqa: E402
-from titanlite.planning.search import SPREADS, Optimum, neighbours, optimum  # noqa: E402
-from titanlite.planning.width import SCALED_FIELDS  # noqa: E402
+from titanlite.lab.halving import SPREADS, Optimum, neighbours, optimum  # noqa: E402
+from titanlite.lab.width import SCALED_FIELDS  # noqa: E402
 
 CONFIG = ROOT / "benchmarks/transfer_lr.toml"
 RUNS, TEXT = ROOT / "outputs/transfer_lr", ROOT / "outputs/text_by_kind"

@@ -1,5 +1,4 @@
-"""The rules that keep the tree readable: who may import whom, where the world is touched, how long things may
-get."""
+"""The rules that keep the tree readable: who may import whom, and where the world is touched."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ PACKAGE = ROOT / "titanlite"
 LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
     {"files", "errors"},
     {"config", "log", "host_copy", "step_clock", "torch_compat"},
-    {"options", "progress", "cross_entropy_kernel"},
+    {"options", "progress", "table", "cross_entropy_kernel"},
     {"commands"},
     {"attention", "tokenizers", "losses", "mesh", "flops"},
     {"data", "models"},
@@ -25,7 +24,7 @@ LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
     {"checkpoint", "parallel", "runtime", "prepare"},
     {"metrics"},
     {"interop"},
-    {"evaluate", "generate", "planning", "stages"},
+    {"evaluate", "generate", "stages"},
     {"job"},
     {"startup"},
     {"run"},
@@ -36,7 +35,7 @@ LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
 LEVEL = {unit: level for level, layer in enumerate(LAYERS) for unit in layer}
 # `launch` runs the trainer in its own process when there is one rank, and its ranks' commands in copies.
 # Plans and scaling laws are printed and drawn as reports are.
-SIBLINGS = {("tools", "train"), ("tools", "cli"), ("lab", "report")}
+SIBLINGS = {("tools", "train"), ("tools", "cli"), ("lab", "report"), ("startup", "lab")}
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -109,7 +108,6 @@ PRIVATE_NAMES_OF_TORCH = {
     "attention/torch_compat.py",
     "parallel/torch_compat.py",
     "runtime/agent.py",
-    "runtime/rendezvous.py",
 }
 
 
@@ -217,14 +215,10 @@ def test_each_thing_is_touched_in_one_place() -> None:
     assert not others
 
 
-def test_sizes_stay_readable() -> None:
+def test_functions_have_few_parameters() -> None:
     for path in sources():
-        lines = path.read_text().splitlines()
-        assert len(lines) <= (350 if path.name == "train.py" else 500), f"{path}: {len(lines)} lines"
-        for node in ast.walk(ast.parse("\n".join(lines))):
+        for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                length = node.end_lineno - node.lineno + 1
-                assert length <= 60, f"{path}:{node.lineno}: {node.name} has {length} lines"
                 names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
                 count = len(set(names) - {"self", "cls"})
                 is_operator = path.name == "head_tail.py"  # its parameters are torch's
@@ -264,15 +258,18 @@ def test_a_planted_import_of_a_test_module_is_found(tmp_path: Path, line: str) -
     assert len(imported_tests(tmp_path)) == 1
 
 
-def test_the_tree_in_the_readme_names_every_folder_and_module() -> None:
-    tree = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The tree")[2]
-    inside = set(re.findall(r"\w+(?:\.py|/)", tree.partition("titanlite/\n")[2].partition("```")[0]))
+def test_the_page_on_architecture_names_every_folder_and_module() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+(?:\.py|/))`", page.partition("## Folders")[2]))
     units = {p.name for p in PACKAGE.glob("*.py")} | {
         f"{p.parent.name}/" for p in PACKAGE.glob("*/__init__.py")
     }
-    assert inside - {"apply.py"} == units - {"__init__.py", "__main__.py"}
-    docs = {path.name for path in (ROOT / "docs").glob("*.md")}
-    assert docs <= set(re.findall(r"[\w-]+\.md", tree))
+    assert units - {"__init__.py", "__main__.py"} <= named
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert pages == set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
 
 
 def test_every_file_says_what_it_is_in_ascii() -> None:

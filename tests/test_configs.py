@@ -20,9 +20,10 @@ from tests.support.tiers import sampled
 from titanlite import cli, commands
 from titanlite.config import reference, schema, toml
 from titanlite.config.component import Component, ConfigError
+from titanlite.config.imports import import_own_components
+from titanlite.corpus.prepare import Prepare
 from titanlite.job import Job, load_job
 from titanlite.runtime import environment
-from titanlite.tools.prepare import Prepare
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -38,6 +39,7 @@ WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 @contextmanager
 def shipped_choices() -> Iterator[None]:
     """Only titanlite's own choices, whatever other tests registered in this process."""
+    import_own_components()
     kinds = [kind for kind in all_subclasses(Component) if kind.is_kind()]
     before = {kind: kind.choices for kind in kinds}
     for kind in kinds:

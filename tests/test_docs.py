@@ -12,7 +12,7 @@ import pytest
 import tiktoken
 
 from benchmarks import olmoe_run, optimizer_tables, trained_run
-from tests.support import metric_tables, module_list, planning_page, stages_page, suite_times
+from tests.support import metric_tables, planning_page, stages_page, suite_times
 from tests.support.quoted_code import PAGES, QUOTE, ROOT, refreshed
 from titanlite.config.schema import FIELD_TYPES
 from titanlite.job import load_job
@@ -40,12 +40,6 @@ def test_every_example_is_on_the_page_on_extending() -> None:
 def test_the_page_on_extending_lists_the_types_of_fields() -> None:
     words = (ROOT / "docs/extending.md").read_text(encoding="utf-8").replace("`", "").split()
     assert f"Supported field types: {FIELD_TYPES}." in " ".join(words)
-
-
-def test_the_list_of_modules_is_that_of_the_package() -> None:
-    page = module_list.PAGE.read_text(encoding="utf-8")
-    assert page == module_list.refreshed(page), "run: python -m tests.support.module_list"
-    assert module_list.refreshed(page.replace("The training", "A training")) == page  # control
 
 
 def test_the_table_of_test_times_is_written_from_the_measurement() -> None:

@@ -1,13 +1,13 @@
-"""The wheel works without the checkout: what train_configs/ and assets/tokenizer/ hold is inside it and is
-found from any folder. (.ci/run trains from an installed wheel.)
+"""The sdist is enough to build the wheel, and the wheel works without the checkout: it has train_configs/
+and assets/tokenizer/, found from any folder. (.ci/run trains from an installed wheel.)
 """
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -28,24 +28,32 @@ SHIPPED = [
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked wheel, built from the files that the Dockerfile copies."""
+    """The unpacked wheel, built from the unpacked sdist, as pip and uv build it for a user."""
     pytest.importorskip("setuptools", minversion="77")
     tree = tmp_path_factory.mktemp("tree")
-    for line in re.findall(r"^COPY (.*)$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE):
-        *sources, target = line.split()
-        for source in sources:
-            if (ROOT / source).is_dir():
-                shutil.copytree(ROOT / source, tree / target, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(ROOT / source, tree / target)
-    assert (tree / "run_train.sh").exists()
-    build = "from setuptools import build_meta; build_meta.build_wheel('dist')"
-    done = subprocess.run([sys.executable, "-c", build], cwd=tree, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (file,) = (tree / "dist").glob("*.whl")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in filter(lambda name: (ROOT / name).is_file(), listed.stdout.splitlines()):
+        if not name.startswith(("benchmarks/", "docs/")):
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tree / name)
+    _build("sdist", tree)
+    (sdist,) = (tree / "dist").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tree / "unpacked", filter="data")
+    (source,) = (tree / "unpacked").iterdir()
+    assert (source / "run_train.sh").exists()
+    assert not (source / "tests").exists()
+    _build("wheel", source)
+    (file,) = (source / "dist").glob("*.whl")
     with zipfile.ZipFile(file) as archive:
-        archive.extractall(tree / "unpacked")
-    return tree / "unpacked"
+        archive.extractall(tree / "wheel")
+    return tree / "wheel"
+
+
+def _build(kind: str, folder: Path) -> None:
+    build = f"from setuptools import build_meta; build_meta.build_{kind}('dist')"
+    done = subprocess.run([sys.executable, "-c", build], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_wheel_holds_the_package_and_what_ships_with_it(wheel):

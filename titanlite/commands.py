@@ -23,7 +23,7 @@ from pathlib import Path
 from titanlite import __version__
 from titanlite.config import reference, schema, toml
 from titanlite.config.component import ConfigError, suggest
-from titanlite.config.imports import ALLOW_IMPORTS, import_components, own_modules
+from titanlite.config.imports import ALLOW_IMPORTS, import_components, import_own_components, own_modules
 from titanlite.config.overrides import Bare, split_overrides
 from titanlite.options import Options, take_flag
 
@@ -162,6 +162,7 @@ def _keys(verb: Verb, words: Sequence[str]) -> schema.Node:
     if not schema.imports_of(tree)[1]:
         return schema.table(verb.table)
     import_components(tree, locator, allowed or ALLOW_IMPORTS not in verb.own)
+    import_own_components()
     module, cls = verb.schema
     return schema.describe(getattr(importlib.import_module(module), cls), docs=True)
 

@@ -1,9 +1,9 @@
 """Validation: loss per token and bits per byte over fixed held-out sequences, in total and by source, and
 scores of tasks, equal on every parallel layout.
 
-A micro-batch is of one source, so its loss sum is that of the source. Micro-batches have the same sequences
-for any number of ranks, and their sums are added in float64 on the host. A rank that has no sequences of a
-source left runs padding, so that all ranks enter every collective."""
+A micro-batch has sequences of one source, so its loss sum counts for that source. Micro-batches have
+the same sequences for any number of ranks, and their sums are added in float64 on the host. A rank that has
+no sequences of a source left runs padding, so that all ranks enter every collective."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 # Importing these modules registers the components that ship with titanlite.
 import titanlite.attention.flash_attention_4
+import titanlite.data.stream_source
+import titanlite.data.text_sources
 import titanlite.models.deepseek_v3
 import titanlite.models.llama3
 import titanlite.models.mistral
@@ -27,8 +27,6 @@ import titanlite.models.qwen3_moe
 import titanlite.optim.muon
 import titanlite.optim.piecewise
 import titanlite.optim.power
-import titanlite.prepare.sources
-import titanlite.prepare.stream_source
 import titanlite.tokenizers.bytes
 import titanlite.tokenizers.huggingface
 import titanlite.tokenizers.sentencepiece  # noqa: F401
@@ -67,8 +65,6 @@ from titanlite.parallel.compile import Compile
 from titanlite.parallel.expert_parallel import check_expert_parallel
 from titanlite.parallel.float8 import Float8
 from titanlite.parallel.pipeline_parallel import check_pipeline_parallel
-from titanlite.planning.planned import PlannedRun
-from titanlite.planning.sharding import parameters_of
 from titanlite.runtime import environment
 from titanlite.runtime.process_group import Comm
 from titanlite.runtime.training import BatchLayout, Training
@@ -184,8 +180,6 @@ class Job:
             cpu_offload=training.enable_cpu_offload,
         )
         self.moe.check(self.model.num_experts, trains_adapters=self.lora.enable)
-        if self.checkpoint.export_hf:
-            self.moe.check_export()
         self.lora.check(self.checkpoint.initial_load_path, self.float8.enable)
         if training.enable_cpu_offload:
             self.optimizer.check_cpu_offload()
@@ -202,30 +196,6 @@ class Job:
         net = self.model.build_on_meta()
         self.lora.apply(net, self.parallelism.pipeline_parallel_degree > 1)
         return net
-
-    def planned_run(self, num_ranks: int, param_dtype: torch.dtype, device_bytes: int) -> PlannedRun:
-        """The sections that decide the memory and the time of a step on `num_ranks` ranks. `device_bytes`:
-        memory of a GPU; 0: a CPU."""
-        degrees = self.parallelism.degrees(num_ranks)
-        batch = BatchLayout.of(self.training, degrees.data_parallel)
-        net = self.build_on_meta()
-        return PlannedRun(
-            net=net,
-            parameters=parameters_of(net, self.optimizer),
-            training=self.training,
-            global_batch=max(self.batch_sizes(batch.global_size).values()),
-            degrees=degrees,
-            optimizer=self.optimizer,
-            loss=self.loss,
-            parallelism=self.parallelism,
-            activation_checkpoint=self.activation_checkpoint,
-            compile=self.compile,
-            float8=self.float8,
-            ema=self.ema,
-            attention=self.attention,
-            param_dtype=param_dtype,
-            device_bytes=device_bytes,
-        )
 
     def amounts(self) -> dict[str, Amount]:
         """The amounts of training, such as "4B tokens", that are not numbers of steps or sequences yet, by

@@ -34,7 +34,7 @@ class VocabularyShard:
     and the all-reduces that combine the shards of all ranks.
 
     A loss has the hidden states of all tokens and this rank's rows of the weight. Every rank computes the
-    same loss, and the gradient of its own rows. `first_id`: the id of the first row. `is_whole`: nothing is
+    same loss, and the gradient of its rows. `first_id`: the id of the first row. `is_whole`: nothing is
     sharded, and the all-reduces return their argument."""
 
     first_id: int = 0
@@ -88,9 +88,9 @@ class Loss(Component, makes=(Callable,)):  # type: ignore[arg-type]
         `train/NAME`; train/loss and validation do not include them. Default: none.
 
         With auxiliary losses the function returns a vector: the sum of the token losses, then the sum of each
-        auxiliary loss over the targets that count. The value of the first entry is that of the token losses
-        alone, its gradient is that of all entries together; the gradients of the other entries are not
-        used."""
+        auxiliary loss over the targets that count. The value of the first entry is the sum of the token
+        losses alone, its gradient the gradient of the sum of all entries; the gradients of the other entries
+        are not used."""
         return ()
 
     @property
@@ -140,17 +140,10 @@ class CrossEntropy(Loss, name="cross_entropy"):
     def auxiliary_losses(self) -> tuple[str, ...]:
         return ("z_loss",) if self.z_loss_multiplier else ()
 
-    @property
-    def objective(self) -> dict[str, Any]:
-        objective = super().objective
-        if not self.z_loss_multiplier:
-            del objective["z_loss_multiplier"]
-        return objective
-
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedCrossEntropy(CrossEntropy, name="chunked_cross_entropy"):
-    """Cross-entropy computed in chunks of tokens. Value and gradient are those of cross_entropy, but the
+    """Cross-entropy computed in chunks of tokens. Value and gradient equal cross_entropy's, but the
     logits of all tokens are never in memory at once. Targets of -100 do not count."""
 
     chunk_tokens: int = 4096
@@ -240,10 +233,10 @@ def loss_and_gradient_(
     vocabulary: VocabularyShard = WHOLE_VOCABULARY,
     z_loss_multiplier: float = 0.0,
 ) -> torch.Tensor:
-    """Sum of -log p(target), fp32 scalar; with a z-loss, fp32 [2]: this sum and that of the z-loss c (log
-    Z)^2, Z = sum(exp(logits)). Overwrites the logits, which are those of this rank's shard of the vocabulary,
-    with the gradient of both: p (1 + 2 c log Z), minus 1 at the target. Logits of a token that does not count
-    become an arbitrary finite number.
+    """Sum of -log p(target), fp32 scalar; with a z-loss, fp32 [2]: this sum and the sum of the z-loss c
+    (log Z)^2, Z = sum(exp(logits)). Overwrites the logits, which belong to this rank's shard of the
+    vocabulary, with the gradient of both: p (1 + 2 c log Z), minus 1 at the target. Logits of a token
+    that does not count become an arbitrary finite number.
 
     Written so that the compiler makes two kernels: one for maximum and sum, one for the gradient. Values per
     token are computed outside the second kernel, which works per element.
@@ -360,7 +353,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *scales: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (d_hidden_ND,) = ctx.saved_tensors
-        scale = scales[0].flatten()[0]  # of the token losses, whose gradient is that of all losses
+        scale = scales[0].flatten()[0]  # of the first entry, whose gradient is the gradient of all losses
         d_hidden_ND.data.mul_(scale)  # .data, because autograd refuses in-place changes of saved tensors
         return d_hidden_ND, None, None, None, None
 

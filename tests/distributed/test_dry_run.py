@@ -15,7 +15,7 @@ from tests.support.jobs import make_job
 from titanlite.config.component import ConfigError
 from titanlite.job import Job
 from titanlite.mesh import local_shard
-from titanlite.planning.dry_run import model_of_rank
+from titanlite.parallel.dry_run import model_of_rank
 from titanlite.runtime.runtime import runtime
 from titanlite.runtime.signals import stop_requests
 from titanlite.tools.config import build_on_meta, check_inputs, check_layout, parallel_settings

@@ -19,10 +19,10 @@ from tests.support.tiers import full
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.state import TrainState
 from titanlite.config.component import ConfigError
+from titanlite.data import stream_source
 from titanlite.data.stream_batches import StreamedBatches
 from titanlite.errors import LoaderError
 from titanlite.job import Job
-from titanlite.prepare import stream_source
 from titanlite.train import train
 
 SOURCES = "--data.sources=[{{ name = 'stream', stream = {{ name = 'lines', path = '{path}' }} }}]"
@@ -93,7 +93,8 @@ def test_control_without_its_state_the_run_is_another(
 ) -> None:
     whole = run_to(run_on, 1, [7], tmp_path, corpus, keys, "whole")
     run_to(run_on, 1, [5], tmp_path, corpus, keys, "stopped")
-    monkeypatch.setattr(StreamedBatches, "load_state_dict", lambda self, state: None)
+    opened = StreamedBatches._open
+    monkeypatch.setattr(StreamedBatches, "_open", lambda self, *share: opened(self, *share[:2], {}))
     stopped = run_to(run_on, 1, [7], tmp_path, corpus, keys, "stopped")
     assert history(stopped)[:5] == history(whole)[:5]
     assert all(a != b for a, b in zip(history(stopped)[5:], history(whole)[5:], strict=True))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from titanlite.config.component import ConfigError
-from titanlite.prepare.filters import Filter, FilterFunction
+from titanlite.corpus.filters import Filter, FilterFunction
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from torch.utils.data import IterableDataset
 
-from titanlite.prepare.streams import DocumentStream
+from titanlite.data.stream_source import DocumentStream
 
 
 class Lines(IterableDataset[str]):

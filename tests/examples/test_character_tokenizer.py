@@ -13,7 +13,7 @@ from tests.support.jobs import metrics_in
 from tests.support.runs import train_on_rank
 from titanlite.config.component import ConfigError
 from titanlite.data.sources import Tokens
-from titanlite.prepare.write_shards import write_shards
+from titanlite.data.write_shards import write_shards
 from titanlite.tokenizers.bytes import Bytes
 
 KEYS = [

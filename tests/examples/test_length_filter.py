@@ -9,8 +9,8 @@ import pytest
 
 from tests.examples.length_filter import LineLength
 from titanlite.config.component import ConfigError
+from titanlite.corpus import prepare
 from titanlite.data.shards import TokenShards
-from titanlite.tools import prepare
 
 CONFIG = """
 imports = ["tests.examples.length_filter"]

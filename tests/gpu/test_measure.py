@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from titanlite import cli
-from titanlite.planning.calibration import read_measurement
+from titanlite.lab.calibration import read_measurement
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ from tests.examples.line_stream import LineStream
 from tests.support.gpu import run
 from tests.support.streams import stream_loader, values
 from titanlite.data.step_sizes import StepSize, StepSizes
-from titanlite.prepare.stream_source import Stream
+from titanlite.data.stream_source import Stream
 
 pytestmark = pytest.mark.gpu
 KEYS = ("train/loss", "train/grad_norm", "data/batch_sha")

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from titanlite.lab import find_batch
+from titanlite.lab.cards import Card
 from titanlite.metrics import meter
 from titanlite.parallel.sharded_model import ShardedModel
-from titanlite.planning.cards import Card
 from titanlite.runtime.environment import global_rank
-from titanlite.tools import find_batch
 
 CARD_GIB, EXTRA_GIB = 1.0, 0.2
 GIB_PER_SEQUENCE = float(os.environ.get("SMALL_GPU_SEQUENCE_GIB", 0.13))

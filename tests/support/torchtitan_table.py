@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from titanlite.interop.torchtitan_toml import CONVERTED, HARMLESS, RENAMED
-from titanlite.tools.migrate import reason_without_counterpart
+from titanlite.contrib.migrate import reason_without_counterpart
+from titanlite.contrib.torchtitan_keys import CONVERTED, HARMLESS, RENAMED
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/coming-from.md"
@@ -28,12 +28,15 @@ def row(key: str) -> str:
 
 
 def table() -> str:
-    """Every key of torchtitan 0.1.0 to 0.2.2."""
-    keys = sorted(set().union(*KEYS.values()))
-    return (
-        "\n".join(["| torchtitan | titanlite |", "| --- | --- |", *(f"| `{k}` | {row(k)} |" for k in keys)])
-        + "\n"
-    )
+    """Every key of torchtitan 0.1.0 to 0.2.2 that is not the same in titanlite. Keys without a counterpart
+    and without a remark are lists."""
+    rows = {key: row(key) for key in sorted(set().union(*KEYS.values()))}
+    lines = ["| torchtitan | titanlite |", "| --- | --- |"]
+    without = {"none: not supported": "Not supported: ", "none: always so": "Always so in titanlite: "}
+    lines += [f"| `{k}` | {text} |" for k, text in rows.items() if text not in {"the same", *without}]
+    for text, title in without.items():
+        lines += ["", title + ", ".join(f"`{k}`" for k in rows if rows[k] == text) + "."]
+    return "\n".join(lines) + "\n"
 
 
 def page(text: str) -> str:

@@ -17,9 +17,9 @@ import torch
 
 from titanlite.data.batch import Batch
 from titanlite.data.dataset import Data, SequenceDataset
+from titanlite.data.text_sources import Text
 from titanlite.evaluate import num_bytes, validate
 from titanlite.losses import IGNORE
-from titanlite.prepare.sources import Text
 from titanlite.tokenizers.base import Tokenizer
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tokenizers.tiktoken import Tiktoken

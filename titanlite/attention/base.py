@@ -57,7 +57,7 @@ class AttentionNeeds:
     `seq_len`: the longest sequence length; micro-batches may have shorter sequences. `masks_documents`:
     tokens attend only within their document of a packed sequence. `context_parallel`: each sequence is
     sharded over ranks. `window`: the model's sliding window in tokens; 0: it has none. `v_head_dim`: the head
-    dim of the values; 0: head_dim, that of queries and keys.
+    dim of the values; 0: as of queries and keys.
     """
 
     device: torch.device
@@ -98,7 +98,7 @@ class AttentionBackend(Component, kind="attention backend", key="backend"):
     supports_window: ClassVar[bool] = False
     """Whether the attention objects have the method `with_window`, for models with a sliding window."""
     supports_v_head_dim: ClassVar[bool] = False
-    """Whether `attend` takes values of another head dim than that of queries and keys."""
+    """Whether the head dim of the values may differ from the head dim of queries and keys in `attend`."""
 
     def build(self, needs: AttentionNeeds) -> AttentionBackend:
         """The backend for the run: normally `self`; `auto` returns the backend that it chooses. Called once,

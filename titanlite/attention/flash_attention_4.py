@@ -31,7 +31,7 @@ class FlashAttention4(Varlen, name="flash_attention_4"):
 
     def __post_init__(self) -> None:
         if self.sdpa_kernel != "auto":
-            raise ConfigError(f"{self.name!r} has a kernel of its own; leave it at 'auto'", "sdpa_kernel")
+            raise ConfigError(f"{self.name} ignores it; remove the key or set it to 'auto'", "sdpa_kernel")
 
     @classmethod
     def works_on(cls, needs: AttentionNeeds) -> bool:

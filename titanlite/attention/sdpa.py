@@ -132,8 +132,8 @@ class SDPA(AttentionBackend, name="sdpa"):
         return type(self) is SDPA or not needs.masks
 
     def kernel(self, needs: AttentionNeeds) -> str:
-        """The kernel that torch chooses among those that are allowed in this process. Raises ConfigError if
-        none of them takes these shapes."""
+        """The kernel that torch chooses among the kernels allowed in this process. Raises ConfigError if no
+        kernel takes these shapes."""
         if not self.uses_sdpa(needs):
             return self.name
         if needs.device.type != "cuda":

@@ -6,15 +6,12 @@ refuses every other name. The shards are read by torch.load with weights_only.
 
 from __future__ import annotations
 
-import inspect
 import io
 import pickle
-import sys
 from collections import defaultdict
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -55,22 +52,11 @@ ALLOWED = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _member
         if (module, name) == ("pathlib._local", "PosixPath"):  # its name in Python 3.13
             return PurePosixPath
         if (module, name) not in ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint contains")
-        value = super().find_class(module, name)
-        return (lambda *args: value(*args)) if inspect.isfunction(value) else value
-
-
-def _member(cls: Any, name: Any) -> Any:
-    """A replacement for getattr that reads only members of enums, which Python 3.11.0 to 3.11.3 pickle as
-    calls of getattr."""
-    if not (isinstance(cls, type) and issubclass(cls, Enum) and name in cls.__members__):
-        raise pickle.UnpicklingError(f"it asks for {name!r} of {cls!r}, which no checkpoint contains")
-    return cls[name]
+        return super().find_class(module, name)
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -81,40 +67,17 @@ def read_metadata(path: Path) -> Metadata:
         data = read_regular(file)
     except (FileFault, FileNotFoundError) as e:
         raise CheckpointError(f"{file} cannot be read: {e}") from None
-    before = {cls: dict(vars(cls)) for cls in _classes()}
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
         storage = metadata.storage_data.values() if isinstance(metadata, Metadata) else ()
         files = {info.relative_path for info in storage}
     except Exception as e:  # a damaged pickle may raise almost any error
         raise CheckpointError(f"{file} cannot be read: {type(e).__name__}: {e}") from None
-    finally:
-        changed = [_restore(cls, attributes) for cls, attributes in before.items()]
-    if any(changed):
-        raise CheckpointError(f"{file} tries to change classes of this program: do not trust its source")
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{file} is not DCP metadata but a {type(metadata).__name__}")
     if outside := [name for name in files if name != Path(name).name or name in ("", "..")]:
         raise CheckpointError(f"{file} points to {outside[0]!r}, which is outside the checkpoint")
     return metadata
-
-
-def _classes() -> list[type]:
-    values = [getattr(sys.modules[module], name) for module, name in ALLOWED if module in sys.modules]
-    return [value for value in values if isinstance(value, type)]
-
-
-def _restore(cls: type, attributes: dict[str, Any]) -> bool:
-    """Undo the changes that a pickle made to a class; its BUILD instruction can set attributes. Returns
-    whether there were changes."""
-    now = dict(vars(cls))
-    changed = {name for name in now.keys() | attributes.keys() if now.get(name) is not attributes.get(name)}
-    for name in changed:
-        if name in attributes:
-            setattr(cls, name, attributes[name])
-        else:
-            delattr(cls, name)
-    return bool(changed)
 
 
 class SafeReader(FileSystemReader):

@@ -28,25 +28,6 @@ CLIP = "training.clip"
 LORA = "lora"  # the table of adapters
 OPTIMIZER = "optimizer"  # in allow_changed: the optimizer's state may differ; no key of the run identity
 WITHOUT_STATE = ("optimizer.lr", "optimizer.weight_decay", "optimizer.param_groups")  # add no state
-DEFAULTS = {  # values of keys that a run identity may lack
-    "loss.z_loss_multiplier": 0.0,
-    "moe.sequence_loss_coeff": 0.0,
-    "model.residual_scale": 1.0,
-    "model.attention_scale": 1.0,
-    "model.logit_scale": 1.0,
-    "model.matrix_init_std": 0.02,
-    "model.router_init_std": 0.02,
-    "model.depth_scaled_init": True,
-    "model.rope_type": "llama3",
-    "model.rope_factor": 1.0,
-    "model.rope_original_max_position": 8192,
-    "model.rope_low_freq_factor": 1.0,
-    "model.rope_high_freq_factor": 4.0,
-    "model.rope_beta_fast": 32.0,
-    "model.rope_beta_slow": 1.0,
-    "model.rope_attention_factor": 0.0,
-    "model.sliding_window": 0,
-}
 ABSENT = object()
 
 
@@ -220,10 +201,7 @@ def check_optimizer(checkpoint: Path, job_toml: str, misfits: Sequence[str]) -> 
 
 
 def _optimizer_settings(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    # Jobs from before these keys have none.
-    clip = job.get("training", {}).get("clip", "global")
-    optimizer = {"state_dtype": "float32", **job.get("optimizer", {})}
-    return {"optimizer": optimizer, "training": {"clip": clip}}
+    return {"optimizer": job.get("optimizer", {}), "training": {"clip": job.get("training", {}).get("clip")}}
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -279,9 +257,7 @@ def _changes(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[tuple[str
             same_name = f"the tokenizer {new} has changed"
             yield key, same_name if old == new else f"the tokenizer was {old}, is {new}"
         else:
-            a, b = (DEFAULTS.get(key, value) if value is ABSENT else value for value in (a, b))
-            if a != b:
-                yield key, f"{key} was {spell(a)}, is {spell(b)}"
+            yield key, f"{key} was {spell(a)}, is {spell(b)}"
 
 
 def _percent(share: Any) -> str:

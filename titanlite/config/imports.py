@@ -58,6 +58,15 @@ def own_modules(name: str) -> list[str]:
     return [f"{p}.{name}" for p in packages if (PACKAGE / p.rpartition(".")[2] / f"{name}.py").is_file()]
 
 
+def import_own_components() -> bool:
+    """Import the module `components` of each of titanlite's packages that has one, which registers components
+    that a job may name and most jobs do not need. Returns False if all were imported before."""
+    missing = [module for module in own_modules("components") if module not in sys.modules]
+    for module in missing:
+        importlib.import_module(module)
+    return bool(missing)
+
+
 def _check_file(module: ModuleType, here: str) -> None:
     """Raise ImportError if another module of the same name was imported before the one in `here`."""
     file = os.path.join(here, *module.__name__.split(".")) + ".py"

@@ -12,7 +12,6 @@ import dataclasses
 import inspect
 import json
 import math
-import re
 import textwrap
 import types
 import typing
@@ -36,8 +35,6 @@ FIELD_TYPES = (
     "bool, int, float, str, Any, Literal, dataclasses, list[X], dict[str, X], tuple[X, ...], X | None"
 )
 SCALARS = {int: "int", float: "float", str: "str", bool: "bool", Any: "any"}
-# Renamed keys: old dotted key -> new dotted key. Keys inside lists have no number: data.sources.path.
-RENAMED = {"data.holdout_rows": "data.holdout_sequences", "part": "worker"}
 EXPECTED = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false"}
 
 
@@ -314,8 +311,6 @@ class _Conversion:
 
     def _hint(self, unknown: str, where: str, node: Node, keys: Collection[str]) -> str:
         """What to write instead of an unknown key of a table, or of a choice with `keys`."""
-        if renamed := RENAMED.get(re.sub(r"\.\d+", "", where)):
-            return f"; did you mean {renamed!r}?"
         owners = [repr(name) for name, choice in node.get("choices", {}).items() if unknown in choice["keys"]]
         if owners:
             *others, last = owners

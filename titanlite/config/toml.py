@@ -18,6 +18,7 @@ import tomli_w
 
 from titanlite.config.amount import Amount
 from titanlite.config.component import Component, ConfigError, full_name
+from titanlite.config.imports import import_own_components
 from titanlite.config.overrides import put, split_overrides
 from titanlite.config.places import Locator, syntax_error
 from titanlite.config.schema import Node, convert, describe, imports_of, type_hints
@@ -73,6 +74,9 @@ def build(schema: type[T], tree: dict[str, Any], locator: Locator) -> T:
     """Return `tree` as an object of the class `schema`. Raises ConfigError; every error is prefixed with file
     and line, or with the override at fault."""
     converted, errors = convert(describe(schema), tree, locator=locator)
+    if errors and import_own_components():  # perhaps one of them has the unknown name
+        locator.left_out.clear()
+        converted, errors = convert(describe(schema), tree, locator=locator)
     made = None if errors else _make(schema, converted, "", errors)
     if errors:
         raise locator.all_located(errors)

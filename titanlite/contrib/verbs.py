@@ -14,5 +14,5 @@ def add_migrate(options: Options) -> None:
 
 
 VERBS = {
-    "migrate": Verb("titanlite.tools.migrate", "translate a TOML file of torchtitan", options=add_migrate)
+    "migrate": Verb("titanlite.contrib.migrate", "translate a TOML file of torchtitan", options=add_migrate)
 }

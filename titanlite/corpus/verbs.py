@@ -18,10 +18,10 @@ def _prepare_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
 
 VERBS = {
     "prepare": Verb(
-        "titanlite.tools.prepare",
+        "titanlite.corpus.prepare",
         "make a dataset of token shards from text",
         table="prepare",
-        schema=("titanlite.tools.prepare", "Prepare"),
+        schema=("titanlite.corpus.prepare", "Prepare"),
         config_of=_prepare_config,
         reference=reference.PREPARE_HEAD,
     )

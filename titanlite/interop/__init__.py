@@ -1,1 +1,1 @@
-"""Imports and exports weights in the formats of Hugging Face, torchtitan and Meta."""
+"""Reads and writes weights in titanlite's and Hugging Face's formats, and reads those that satellites add."""

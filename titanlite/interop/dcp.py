@@ -30,6 +30,11 @@ from titanlite.torch_compat import file_view
 MODEL = "model."  # prefix of the weights in a titanlite checkpoint
 
 
+def is_foreign_dcp(path: Path) -> bool:
+    """Return whether `path` is a DCP checkpoint of another program than titanlite."""
+    return (path / ".metadata").exists() and not (path / commit.MANIFEST).exists()
+
+
 def open_titanlite(path: Path, family: ModelFamily | None = None, average: bool = False) -> Weights:
     """Open the weights of a step folder, or of the newest checkpoint of a run. Raises CheckpointError if the
     checkpoint is damaged; the contents of its shards are not checked.

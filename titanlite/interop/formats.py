@@ -4,8 +4,11 @@ model, with the adapters merged into their base model."""
 from __future__ import annotations
 
 import hashlib
+import importlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -13,15 +16,26 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.state import BaseModel, read_train
 from titanlite.config.component import ConfigError
+from titanlite.config.imports import own_modules
 from titanlite.config.json_file import expect
 from titanlite.config.paths import check_folder
-from titanlite.interop.dcp import open_titanlite
+from titanlite.interop.dcp import is_foreign_dcp, open_titanlite
 from titanlite.interop.huggingface import is_hugging_face, is_peft_adapter, open_hugging_face
-from titanlite.interop.torchtitan_meta import is_foreign_dcp, is_meta, open_meta, open_torchtitan
 from titanlite.interop.weights import Chunk, LazyTensor, Region, Weights
 from titanlite.models.base import ModelFamily, is_adapter
 
 NOT_THE_BASE = "the weights in {} are not those of the base model that {} were trained on, which were in {}"
+
+
+class Format(NamedTuple):
+    """A format of another program's weights. `matches`: whether a directory has it. `open`: opens the weights
+    in a directory for a model family; raises ConfigError or CheckpointError."""
+
+    matches: Callable[[Path], bool]
+    open: Callable[[Path, ModelFamily], Weights]
+
+
+FORMATS: list[Format] = []  # in addition to titanlite's and Hugging Face's
 
 
 def open_weights(path: Path, family: ModelFamily, check_base: bool = False) -> Weights:
@@ -35,10 +49,11 @@ def open_weights(path: Path, family: ModelFamily, check_base: bool = False) -> W
         )
     if is_hugging_face(path):
         return open_hugging_face(path, family)
-    if is_meta(path):
-        return open_meta(path, family)
-    if is_foreign_dcp(path):
-        return open_torchtitan(path, family)
+    for module in own_modules("components"):  # a satellite adds its formats in its module `components`
+        importlib.import_module(module)
+    for form in FORMATS:
+        if form.matches(path):
+            return form.open(path, family)
     if steps := [step for _, step in commit.list_committed(path) if is_foreign_dcp(step)]:
         raise ConfigError(f"{path} has checkpoints of another program; give one, such as {steps[-1]}")
     if pickles := sorted(path.glob("pytorch_model*.bin")):

@@ -1,9 +1,9 @@
 """A lazy view of a model's weights in any file format: named tensors from which any slice can be read.
 
-Each format (huggingface.py, dcp.py, torchtitan_meta.py) lists its tensors and loads chunks of them. All other
-code is shared by the formats: it compares weights with a model, reads them into the model's parameters on any
-layout, or writes them as a Hugging Face directory (export.py). Names are Hugging Face's. Only one region is
-in memory at a time."""
+Each format (dcp.py, huggingface.py, and those in formats.FORMATS) lists its tensors and loads chunks of them.
+All other code is shared by the formats: it compares weights with a model, reads them into the model's
+parameters on any layout, or writes them as a Hugging Face directory (export.py). Names are Hugging Face's.
+Only one region is in memory at a time."""
 
 from __future__ import annotations
 

@@ -213,14 +213,14 @@ def _plan_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None
 
 VERBS = {
     "tune": Verb(
-        "titanlite.tools.tune",
+        "titanlite.lab.tune",
         "find good settings by runs, and check that they carry over to wider models",
         options=add_tune,
         table="job",
         config_of=_tune_config,
     ),
     "plan": Verb(
-        "titanlite.tools.plan",
+        "titanlite.lab.plan",
         "say what a run will need and cost, before it is started",
         options=add_plan,
         table="job",

@@ -243,8 +243,8 @@ class DecoderConfig:
 
     @property
     def v_head_dim(self) -> int:
-        """The head dim of the values. A family in which it differs from head_dim, that of queries and keys,
-        has a field of this name."""
+        """The head dim of the values. A family in which it differs from head_dim, the head dim of queries
+        and keys, has a field of this name."""
         return self.head_dim
 
     def architecture_fields(self) -> dict[str, Any]:
@@ -267,7 +267,7 @@ class ModelFamily(Component, kind="model", makes=(Decoder,)):
 
     tp_fields: ClassVar[dict[str, str]] = {
         "n_heads": "",
-        "n_kv_heads": ": each rank needs key and value heads of its own",
+        "n_kv_heads": ": each rank needs its own key and value heads",
         "hidden_dim": "",
         "vocab_size": ": the head is sharded over the vocabulary",
     }
@@ -348,7 +348,7 @@ class ModelFamily(Component, kind="model", makes=(Decoder,)):
         if degree > 1 and getattr(self.config, "tie_word_embeddings", False):
             raise ConfigError(
                 "embedding and head share a weight, but are in different pipeline stages; for a new model, "
-                "model.overrides.tie_word_embeddings = false gives each a weight of its own",
+                "model.overrides.tie_word_embeddings = false gives each its own weight",
                 "parallelism.pipeline_parallel_degree",
             )
 

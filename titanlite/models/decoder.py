@@ -47,9 +47,9 @@ class RotaryConfig(DecoderConfig):
     rope_original_max_position. `rope_type`: how, `linear`, `llama3` or `yarn`; RopeScaling describes them and
     their fields.
 
-    The scales multiply what they are named after; with 1 they cost nothing. `residual_scale`: what attention
-    and MLP add to the residual stream. `attention_scale`: the attention scores, beside 1 / sqrt(head_dim).
-    `logit_scale`: the logits. `matrix_init_std`: standard deviation of the initial matrices of the blocks;
+    Scales of 1 cost nothing. `residual_scale` multiplies the outputs of attention and MLP before they are
+    added to the residual stream, `attention_scale` the attention scores in addition to 1 / sqrt(head_dim),
+    `logit_scale` the logits. `matrix_init_std`: standard deviation of the initial matrices of the blocks;
     embedding and head have INIT_STD. `depth_scaled_init`: divide it by sqrt(2 n_layers) for the projections
     that write to the residual stream (GPT-2), so that the variance of the stream does not grow with depth."""
 

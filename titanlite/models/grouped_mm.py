@@ -1,4 +1,4 @@
-"""Grouped matrix products: each group of rows is multiplied with a matrix of its own.
+"""Grouped matrix products: each group of rows is multiplied with its own matrix.
 
 torch's grouped_mm computes them in one kernel, for bf16 on CUDA. Elsewhere a loop does, as an operator of our
 own: torch's has no backward for zero rows, and its fp32 form does not compile.

@@ -1,7 +1,7 @@
 """Reading and writing Hugging Face's config.json for the decoders of `decoder.py`.
 
 The fields have other names but the same values. Features that the decoder lacks are refused: another
-activation, other biases than those of the family, another rope type, or a sliding window in some layers only.
+activation, biases that differ from the family's, another rope type, or a sliding window in some layers only.
 """
 
 from __future__ import annotations

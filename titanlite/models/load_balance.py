@@ -193,8 +193,8 @@ class RouterLoad(nn.Module):
         return (pairs % self.num_experts).view_as(experts_NK)
 
     def forward(self, weights_NK: torch.Tensor, router: RouterResults, num_sequences: int) -> torch.Tensor:
-        """`weights_NK` unchanged; the backward counts, and adds the gradient of the losses. The tokens are
-        those of `num_sequences` sequences of equal length, one after the other."""
+        """`weights_NK` unchanged; the backward counts, and adds the gradient of the losses. The tokens come
+        from `num_sequences` sequences of equal length, one after the other."""
         settings = self.settings
         if settings is None or not torch.is_grad_enabled():
             return weights_NK

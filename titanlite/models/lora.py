@@ -1,5 +1,5 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685): trains a low-rank update B A of the weights of chosen linear
-layers, and freezes the model itself. Names and initial values are those of PEFT."""
+layers, and freezes the model itself. Names and initial values are PEFT's."""
 
 from __future__ import annotations
 

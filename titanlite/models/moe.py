@@ -189,7 +189,7 @@ def expert_product(
 @torch.library.custom_op("titanlite::recomputed_after", mutates_args=())
 def recomputed_after(index: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """A copy of `index` that the compiler takes to depend on `gradient`: tensors that are computed with it in
-    the backward are not merged with those of the forward, which would then be kept."""
+    the backward are not merged with the same tensors of the forward, which would then be kept in memory."""
     return index.clone()
 
 
@@ -328,7 +328,7 @@ class MoEDecoder(RotaryDecoder):
         return 2 if name.endswith("experts.gate_up_proj") else super().num_stacked(name)
 
     def num_matmul_parameters(self) -> int:
-        """The number of parameters that every token is multiplied with. Of the experts, those that it
+        """The number of parameters that every token is multiplied with, including the experts that the token
         chooses."""
         experts = [p for layer in self.moe_layers().values() for p in layer.experts.parameters()]
         num_idle = self.config.n_experts - self.config.n_experts_per_token

@@ -74,8 +74,8 @@ class AdamWKeys(Optimizer):
         self, weight: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
     ) -> torch.Tensor | None:
         """lr * (m / (sqrt(v) + eps) + weight_decay * w) with the moments m and v after bias correction. w is
-        the weight before the step, which follows from the weight after it. With 8-bit state the moments are
-        those that were stored, with their rounding errors of about 1%."""
+        the weight before the step, which follows from the weight after it. With 8-bit state the stored
+        moments are used, with their rounding errors of about 1%."""
         lr, decay, step = group["lr"], group["weight_decay"], state["step"]
         update = torch.empty_like(weight, dtype=torch.float32)
         for rows, m, v in moments_by_rows(state):

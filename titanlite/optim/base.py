@@ -112,8 +112,8 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
     def update_of(
         self, weight: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
     ) -> torch.Tensor | None:
-        """What the newest step has subtracted from a parameter, recomputed from the optimizer's state for the
-        metrics `norms/update_ratio_*`. None, the default: unknown.
+        """Recompute from the optimizer's state the update that the newest step has subtracted from a
+        parameter, for the metrics `norms/update_ratio_*`. None, the default: unknown.
 
         `weight`: the parameter after the step. `state`: its optimizer state, which is not empty; scalars such
         as `step` are numbers, except for a parameter that is itself a scalar. `group`: its parameter group.

@@ -27,7 +27,7 @@ class Region(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
+    def view(self, whole: torch.Tensor) -> torch.Tensor:
         """This region of the whole tensor, as a view."""
         return whole[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.shape))]
 
@@ -91,7 +91,7 @@ class Exchange:
     """The exchanges of tensors that are sharded like `tensors`.
 
     `group`: the ranks that together hold one copy of the tensors. Every element is sent by one rank, the
-    lowest of those that have it. Collective: all ranks of `group` call all methods in the same order. Raises
+    lowest rank that has it. Collective: all ranks of `group` call all methods in the same order. Raises
     ValueError if the shards of a tensor do not make up the whole tensor."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], ownership: Ownership, group: dist.ProcessGroup):
@@ -132,7 +132,7 @@ class Exchange:
             for i, tensor in whole.items():
                 if rank in self._senders[i]:
                     region = self._regions[i][rank]
-                    region.of(tensor).copy_(buffer[begin : begin + region.numel].view(region.shape))
+                    region.view(tensor).copy_(buffer[begin : begin + region.numel].view(region.shape))
                     begin += region.numel
         return whole
 
@@ -142,7 +142,7 @@ class Exchange:
         """Begin to send each rank its shards of the tensors that this rank owns. `like`: any tensor with the
         dtype and the device of all owners' tensors, for ranks that own none."""
         outgoing = [
-            [self._regions[i][rank].of(tensor) for i, tensor in whole.items()] for rank in range(self._size)
+            [self._regions[i][rank].view(tensor) for i, tensor in whole.items()] for rank in range(self._size)
         ]
         sizes = [
             sum(self._regions[i][self._rank].numel for i in bucket if self._owners[i] == rank)

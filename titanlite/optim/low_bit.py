@@ -39,7 +39,7 @@ BLOCK = 64  # values per scale
 KEYS = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")  # without blocks there are no scales
 DTYPES = (torch.int8, torch.float32, torch.uint8, torch.float32)  # of KEYS
 CPU_CHUNK = 1 << 16  # values that the CPU updates at a time: their temporary tensors fit its cache
-LARGE = 1 << 22  # values from which a shard with fp32 state has a kernel of its own
+LARGE = 1 << 22  # a shard with fp32 state and at least this many values gets its own kernel
 ROWS_ELEMENTS = 1 << 24  # of moments_by_rows: 64 MiB in fp32
 SMALLEST = torch.finfo(torch.float32).tiny  # the scale of a block of zeros
 
@@ -131,7 +131,7 @@ def moments_by_rows(
 
 
 def stored_in_8_bits(m: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What 8-bit state keeps of moments: fp32 [number of blocks, 64]."""
+    """The moments as 8-bit state stores them, decoded again: fp32 [number of blocks, 64]."""
     return _decode(*(t.to(dtype) for t, dtype in zip(_encode(m, v), DTYPES)))
 
 
@@ -186,8 +186,8 @@ def _blocks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def _scalars(
     group: Mapping[str, Any], steps: torch.Tensor, divisor: torch.Tensor, apply: torch.Tensor
 ) -> torch.Tensor:
-    """What `_update` needs beside tensors: fp32 [number of parameters, 8]. Computed in fp64 on the device. A
-    row has 32 bytes, because compiled code copies inputs that are not aligned to 16 bytes."""
+    """The scalars that `_update` needs, by parameter: fp32 [number of parameters, 8]. Computed in fp64
+    on the device. A row has 32 bytes, because compiled code copies inputs that are not 16-byte aligned."""
     (beta1, beta2), lr = group["betas"], group["lr"]
     steps = steps.double()
     columns = [

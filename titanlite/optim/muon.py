@@ -43,7 +43,7 @@ class Muon(AdamWKeys, name="muon"):
     """Number of Newton-Schulz steps, which make the singular values equal."""
     ns_coefficients: Literal["polar_express", "jordan"] = "polar_express"
     """Coefficients of the Newton-Schulz steps. `polar_express` (arXiv 2505.16932): reaches smaller singular
-    values in as many steps. `jordan`: those of the original Muon and of torch.optim.Muon, to repeat published
+    values in as many steps. `jordan`: as in the original Muon and in torch.optim.Muon, to repeat published
     runs. Either set begins as published: Polar Express with the matrix divided by 1.01 x its norm, Jordan's
     with the matrix divided by its norm."""
     ns_custom_coefficients: list[list[float]] = field(default_factory=list)

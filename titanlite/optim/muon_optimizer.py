@@ -29,7 +29,7 @@ LearningRateScale = Literal["match_rms_adamw", "original", "spectral"]
 
 
 class MuonSettings(NamedTuple):
-    """The settings of Muon's rule. `coefficients`: those of each Newton-Schulz step. `dtype`: that of the
+    """The settings of Muon's rule. `coefficients`: of each Newton-Schulz step. `dtype`: dtype of the
     Newton-Schulz products and of the updates that travel between ranks. `neuron_beta2`: decay rate of
     NorMuon's second moment; None: without NorMuon."""
 
@@ -139,7 +139,7 @@ class MuonOptimizer(torch.optim.Optimizer):
             matrix = self._matrices[i]
             weight = plain_shard(matrix.parameter)
             if weight.numel():
-                rate, decay = rates.of(matrix)
+                rate, decay = rates.scalars(matrix)
                 self._update_weight(_flat(weight), _flat(update.contiguous()), apply, rate, decay)
 
     def _step_adamw(self, adamw: torch.optim.Optimizer) -> None:
@@ -262,7 +262,7 @@ class _Rates:
         self._adjust_lr_fn, self._device = adjust_lr_fn, device
         self._scalars: dict[tuple[float, float], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def of(self, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor]:
+    def scalars(self, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor]:
         """The factor of the orthogonalised update, and the fraction of the weight that decays."""
         lr = matrix.group["lr"]
         key = lr * lr_scale(self._adjust_lr_fn, *matrix.shape[1:]), lr * matrix.group["weight_decay"]

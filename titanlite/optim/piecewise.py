@@ -25,7 +25,7 @@ class Piecewise(LRScheduler, name="piecewise"):
     may be an amount: `["2B tokens", 1.0]`."""
     interpolation: Literal["linear", "cosine", "constant"] = "linear"
     """Factor between two points. `linear`: a straight line. `cosine`: half a period of a cosine. `constant`:
-    that of the earlier point."""
+    the factor of the earlier point."""
 
     def __post_init__(self) -> None:
         before = -1.0

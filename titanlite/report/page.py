@@ -1,4 +1,7 @@
-"""The HTML report: one file without any reference to another, equal bytes for equal input."""
+"""Write a report on one or several runs: one HTML file with verdicts, charts, samples and changed keys.
+
+The first run is the one that the others are compared with. docs/report.md says what each verdict means.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,41 @@ from pathlib import Path
 
 import numpy as np
 
-from titanlite.log import printable
-from titanlite.report.charts import NUM_COLORS, Chart, data, svg
+from titanlite import commands
+from titanlite.config.paths import check_output_file
+from titanlite.files import write_atomically
+from titanlite.log import printable, tell
+from titanlite.report.charts import Chart, data
 from titanlite.report.facts import all_verdicts, changed_keys, facts
 from titanlite.report.figures import Group, main_charts, other_charts
-from titanlite.report.recorded_run import RecordedRun
+from titanlite.report.recorded_run import RecordedRun, names_of, read_run
 from titanlite.report.timeline import duration, timeline
 from titanlite.report.verdicts import Verdict
 
+NUM_COLORS = 8  # .run0 to .run7 in page.css
 MAX_SAMPLE_STEPS = 3  # the last steps with samples
 MAX_CHARACTERS = 3000  # of one sample
 MAX_EVENTS = 50  # the newest ones of each run
 MAX_CHECKPOINTS = 30  # the newest ones of each run
 
 
+def main(argv: Sequence[str]) -> int:
+    """Write the report."""
+    options = commands.parser("report").read(argv)
+    check_output_file(options.output)
+    runs = [read_run(folder, name) for folder, name in zip(options.runs, names_of(options.runs))]
+    write_atomically(options.output, report(runs, options.price_per_gpu_hour))
+    for run in runs:
+        for problem in run.problems:
+            tell(f"{run.name}: {problem}")
+    print(options.output)
+    return 0
+
+
 @np.errstate(all="ignore")  # values that cannot be drawn are left out
 def report(runs: Sequence[RecordedRun], price: float | None = None) -> str:
-    """Return the page on one or several runs. `price`: of a GPU hour."""
+    """Return the page on one or several runs. It refers to no other file, and has equal bytes for equal
+    input. `price`: of a GPU hour."""
     groups = other_charts(runs)
     names = ", ".join(run.name for run in runs) if len(runs) <= 3 else f"{len(runs)} runs"
     charts, title = main_charts(runs), f"titanlite report: {names}"
@@ -43,6 +64,7 @@ def report(runs: Sequence[RecordedRun], price: float | None = None) -> str:
         _facts(runs, price),
         "<h2>Charts</h2>",
         '<p class="faint">Drag over a chart to zoom in, double-click to see all of it again.</p>',
+        "<noscript><p>The charts need JavaScript.</p></noscript>",
         '<div class="grid-of-charts">',
         *(_figure(chart, next(numbers)) for chart in charts),
         "</div>",
@@ -147,9 +169,10 @@ def _facts(runs: Sequence[RecordedRun], price: float | None) -> str:
 def _figure(chart: Chart, number: int) -> str:
     unit = f'<span class="faint">{text(chart.unit)}</span>' if chart.unit else ""
     note = f'<p class="faint">{text(chart.note)}</p>' if chart.note else ""
+    label = text(f"{chart.title}, by {chart.x_label}")
     return (
         f'<figure data-chart="{number}"><figcaption>{text(chart.title)} {unit}<span class="buttons"></span>'
-        f"</figcaption>{svg(chart)}{note}</figure>"
+        f'</figcaption><svg role="img" aria-label="{label}"></svg>{note}</figure>'
     )
 
 
@@ -230,9 +253,10 @@ def _changed_keys(runs: Sequence[RecordedRun]) -> str:
     if len(runs) < 2:
         return ""
     changed = changed_keys(runs)
-    table = _table(_heads(runs), changed.items(), is_code=True) if changed else "<p>None.</p>"
-    if not all(run.job for run in runs):
+    if changed is None:
         table = '<p class="faint">Not known: a job.toml is missing or damaged.</p>'
+    else:
+        table = _table(_heads(runs), changed.items(), is_code=True) if changed else "<p>None.</p>"
     return f"<h2>Keys that differ</h2>\n{table}"
 
 

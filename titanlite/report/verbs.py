@@ -34,8 +34,8 @@ def _metrics_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | N
 
 
 VERBS = {
-    "compare": Verb("titanlite.tools.compare", "compare runs on the terminal", options=add_compare),
-    "report": Verb("titanlite.tools.report", "write an HTML report on runs", options=add_report),
+    "compare": Verb("titanlite.report.compare", "compare runs on the terminal", options=add_compare),
+    "report": Verb("titanlite.report.page", "write an HTML report on runs", options=add_report),
     "metrics": Verb(
         "titanlite.tools.metrics",
         "send the metrics of a run to experiment trackers",

@@ -1,7 +1,7 @@
 """Requests of tasks to a model, and batches of them: which tokens are scored after which context.
 
-Tokens, truncation and metrics are those of lm-evaluation-harness 0.4.13 (its `hf` model), so that a task has
-the same result here and on the exported model."""
+Tokens, truncation and metrics equal lm-evaluation-harness 0.4.13 (its `hf` model), so that a task has the
+same result here and on the exported model."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class OpenTask:
         )
 
     def _sample(self, question: Question, request: Request, scores: np.ndarray) -> str:
-        """The sample of one question. `request`: its first one. `scores`: those of its requests."""
+        """The sample of one question. `request`: its first request. `scores`: the scores of its requests."""
         log_likelihoods, misses = scores.T
         if question.answer is None:
             is_right, num = misses[0] == 0, request.num_targets

@@ -67,7 +67,7 @@ def read_questions(task: Task) -> list[Question]:
         try:
             questions.append(_question(parse(text), number))
             if (questions[-1].answer is None) != (questions[0].answer is None):
-                raise ValueError("choices and continuations are mixed; give each a task of its own")
+                raise ValueError("choices and continuations are mixed; put them into two tasks")
         except ValueError as e:
             raise line_error(task, number, str(e)) from None
     if not questions:

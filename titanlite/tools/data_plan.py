@@ -24,8 +24,8 @@ from titanlite.data.sources import short_names
 from titanlite.job import Job, load_job
 from titanlite.log import for_terminal, tell
 from titanlite.options import take_flag, take_numbers
-from titanlite.report.terminal import table
 from titanlite.stages import Stages
+from titanlite.table import table
 from titanlite.tools.verbs import shown_config
 
 MAX_EPOCHS = 10  # whose ends are listed, of each source

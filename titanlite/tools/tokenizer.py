@@ -24,12 +24,12 @@ from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.overrides import split_words
 from titanlite.config.paths import check_new
+from titanlite.data.text_files import Limits, documents
+from titanlite.data.text_formats import find_files
+from titanlite.data.text_sources import stdlib_files
 from titanlite.files import write_atomically
 from titanlite.job import load_job
 from titanlite.options import Options, take_flag
-from titanlite.prepare.corpus import Limits, documents
-from titanlite.prepare.formats import find_files
-from titanlite.prepare.sources import stdlib_files
 from titanlite.tokenizers.base import Tokenizer, TokenizerConfig
 from titanlite.tokenizers.tiktoken import LLAMA3_PATTERN, Tiktoken
 from titanlite.tokenizers.tokenizer_json import byte_alphabet

@@ -16,7 +16,7 @@ from titanlite.attention.flash_attention_4 import FlashAttention4
 from titanlite.attention.head_tail import HeadTail
 from titanlite.attention.sdpa import SDPA
 from titanlite.config.component import ConfigError
-from titanlite.planning.planned import LINEAR_ATTENTION
+from titanlite.lab.planned import LINEAR_ATTENTION
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_kernels_that_fail_are_given_back(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_it_is_itself_the_kernel() -> None:
-    with pytest.raises(ConfigError, match="has a kernel of its own; leave it at 'auto'") as e:
+    with pytest.raises(ConfigError, match="ignores it; remove the key or set it to 'auto'") as e:
         FlashAttention4(sdpa_kernel="cudnn")
     assert e.value.key == "sdpa_kernel"
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.averages import sha_of
 from tests.support.jobs import make_job, metrics_of
+from titanlite import cli
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.job import Job
 from titanlite.train import train
@@ -78,3 +79,25 @@ def test_a_copy_that_was_cut_short_starts_no_run(trunk: Job, corpus: Path) -> No
     with pytest.raises(CheckpointError, match=r"\.metadata"):
         train(job)
     assert not (job.folder / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoint/step-1"])
+def test_a_recorded_job_goes_on_where_it_lies(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, inside: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_job(tmp_path, corpus)
+    start = ["train", "job.toml", "--job.dump_folder=run", f"--data.cache_dir={corpus / 'cache'}"]
+    assert cli.run([*start, "--training.steps=1"]) == 0
+    (tmp_path / "elsewhere").mkdir()
+    os.rename(tmp_path / "run", tmp_path / "moved")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    recorded = tmp_path / "moved" / inside / "job.toml"
+    assert cli.run(["train", os.path.relpath(recorded), "--training.steps=2"]) == 0
+    assert sorted(p.name for p in (tmp_path / "moved/checkpoint").iterdir()) == ["step-1", "step-2"]
+    assert not list((tmp_path / "elsewhere").iterdir())
+    other = f"--job.dump_folder={tmp_path / 'other'}"
+    assert (
+        cli.run(["train", str(recorded), other, "--training.steps=1"]) == 0
+    )  # unless another folder is chosen
+    assert (tmp_path / "other/checkpoint/step-1").exists()

@@ -7,43 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.models import SHAPE
-from titanlite.checkpoint.run_identity import DEFAULTS, check_identity
-from titanlite.config import toml
+from titanlite.checkpoint.run_identity import check_identity
 from titanlite.config.component import ConfigError
-from titanlite.models.decoder import RotaryConfig
-
-ADDED = {key.removeprefix("model.") for key in DEFAULTS if key.startswith("model.")}
-
-
-def test_a_default_that_the_run_identity_leaves_out_is_named() -> None:
-    with_z_loss = {"loss": {"name": "cross_entropy", "z_loss_multiplier": 1e-4}}
-    without, none = {"loss": {"name": "cross_entropy"}}, {"loss": {}}
-    for before, now, text in [
-        (with_z_loss, without, "loss.z_loss_multiplier was 0.0001, is 0.0"),
-        (without, with_z_loss, "loss.z_loss_multiplier was 0.0, is 0.0001"),
-        (without, none, 'loss.name was "cross_entropy", is absent'),
-    ]:
-        assert check_identity(before, now, ["loss"], Path()) == [text]
-
-
-def test_scales_of_a_run_from_before_they_existed_are_1() -> None:
-    """All fields of the decoder's config that were added later have defaults."""
-    old, scaled = {"model": {"dim": 64}}, {"model": {"dim": 64, "residual_scale": 0.5}}
-    new = {"model": toml.as_tree(RotaryConfig(**SHAPE, norm_eps=1e-5, rope_theta=1e4, max_position=64))}
-    old_keys = {"model": {key: value for key, value in new["model"].items() if key not in ADDED}}
-    of_experts = {"router_init_std"}  # no field of RotaryConfig
-    assert len(ADDED - of_experts) == 14 == len(new["model"]) - len(old_keys["model"])
-    assert check_identity(old_keys, new, [], Path()) == []
-    with pytest.raises(ConfigError, match=r"model.residual_scale was 1.0, is 0.5"):
-        check_identity(old, scaled, [], Path())
-
-
-def test_a_run_with_experts_from_before_sequence_loss_coeff_had_none() -> None:
-    old = {"moe": {"load_balance": "bias"}}
-    assert check_identity(old, {"moe": {**old["moe"], "sequence_loss_coeff": 0.0}}, [], Path()) == []
-    with pytest.raises(ConfigError, match=r"moe.sequence_loss_coeff was 0.0, is 0.1"):
-        check_identity(old, {"moe": {**old["moe"], "sequence_loss_coeff": 0.1}}, [], Path())
 
 
 def test_a_past_schedule_that_an_amount_has_changed_names_its_number() -> None:

@@ -14,7 +14,7 @@ import pytest
 from titanlite.config import schema, toml
 from titanlite.config.component import Component, ConfigError
 from titanlite.config.schema import Node, convert, describe
-from titanlite.interop.torchtitan_toml import CONVERTED, NO_COUNTERPART, RENAMED
+from titanlite.contrib.torchtitan_keys import CONVERTED, NO_COUNTERPART, RENAMED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,26 +141,6 @@ def test_what_imports_may_add_is_left_for_later_and_nothing_else(table):
     assert not errors, "the reason may be an import that fails"
     errors = complaints(table, "--tool.name=saw", "--tool.length=1", "--tool.teeth=2")
     assert [key for key, _ in errors] == ["tool.length"]
-
-
-def find(node, key):
-    """The node of a dotted key, or None."""
-    for name in key.split("."):
-        items = node.get("items", node)
-        tables = [items, *items.get("choices", {}).values()]
-        node = next((t["keys"][name] for t in tables if name in t.get("keys", {})), None)
-        if node is None:
-            return None
-    return node
-
-
-@pytest.mark.parametrize(("old", "new"), schema.RENAMED.items())
-def test_an_old_key_gets_its_new_name(old, new):
-    tables = [schema.table(name) for name in ("job", "prepare")]
-    (table,) = (table for table in tables if find(table, new))
-    assert find(table, old) is None
-    message = dict(complaints(table, f"--{old}=1"))[old]
-    assert message == f"unknown key {old.rpartition('.')[2]!r}; did you mean {new!r}?"
 
 
 @pytest.mark.parametrize(("imports", "keys"), [(["m"], ["bench.x"]), ([], ["tool.name", "bench.x"])])

@@ -30,8 +30,8 @@ from titanlite.data.order import MIXING_BLOCK, quotas
 from titanlite.data.packing import TokenSequence
 from titanlite.data.sources import Tokens
 from titanlite.data.step_sizes import StepSizes
+from titanlite.data.text_sources import Text
 from titanlite.errors import LoaderError
-from titanlite.prepare.sources import Text
 from titanlite.tokenizers.bytes import Bytes
 
 steps_of = StepSizes.constant

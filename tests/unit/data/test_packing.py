@@ -34,8 +34,8 @@ from titanlite.data.packing import (
 )
 from titanlite.data.packing_index import open_packing_index, pack_window
 from titanlite.data.shards import TokenShards
+from titanlite.data.write_shards import write_shards
 from titanlite.files import hash_file
-from titanlite.prepare.write_shards import write_shards
 from titanlite.tokenizers.base import BOS, EOS, Tokenizer
 from titanlite.tokenizers.huggingface import HuggingFace
 from titanlite.tokenizers.tokenizer_json import byte_level_files

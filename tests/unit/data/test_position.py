@@ -16,7 +16,7 @@ from titanlite.data.dataset import Data, SequenceDataset
 from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.shards import TokenShards
 from titanlite.data.step_sizes import StepSizes
-from titanlite.prepare.sources import Text
+from titanlite.data.text_sources import Text
 from titanlite.tokenizers.bytes import Bytes
 
 POSITIONS = (0, 10**6, 10**9, 10**12)

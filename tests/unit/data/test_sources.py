@@ -14,11 +14,11 @@ import pytest
 from tests.support.datasets import FakeTokenizer, write_dataset
 from tests.support.megatron_files import write_megatron
 from titanlite.config.component import ConfigError
+from titanlite.data import tokenize_files
 from titanlite.data.dataset import Data
 from titanlite.data.shards import TokenShards
 from titanlite.data.sources import Megatron, Source, Tokens, short_names
-from titanlite.prepare import pipeline
-from titanlite.prepare.sources import PythonStdlib, Text, stdlib_files
+from titanlite.data.text_sources import PythonStdlib, Text, stdlib_files
 from titanlite.tokenizers.base import Tokenizer
 from titanlite.tokenizers.bytes import Bytes
 
@@ -212,12 +212,11 @@ def test_the_cache_is_read_only_when_whole(tmp_path: Path, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "_complete", killed)
+        patch.setattr(tokenize_files, "write_description", killed)
         with pytest.raises(KeyboardInterrupt):
             source.build(tokenizer, cache)
-    assert all(p.name.startswith(".partial-") for p in cache.iterdir())
+    assert not list(cache.iterdir())
     assert tokens_of(source.build(tokenizer, cache)) == framed("hello")
-    assert not list(cache.glob(".*"))
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from titanlite.data.sources import StreamedSource
 from titanlite.data.step_sizes import StepSize, StepSizes
 from titanlite.data.stream_batches import has_own_shards
 from titanlite.data.stream_loader import StreamLoader
+from titanlite.data.write_shards import write_shards
 from titanlite.errors import LoaderError
-from titanlite.prepare.write_shards import write_shards
 from titanlite.tokenizers.bytes import Bytes
 
 TEXTS = [f"document {i} " + "x" * (i * 7 % 23) for i in range(100)]  # 19 steps of one rank
@@ -135,7 +135,7 @@ def test_control_without_its_state_a_stream_begins_anew() -> None:
     steps(first, 7)
     state = state_of(first)
     rest = values(steps(loader(1, 0, state=state), 7))
-    assert values(steps(loader(1, 0, state={**state, "loader": {}}), 7)) != rest
+    assert values(steps(loader(1, 0, state={**state, "shares": [{}]}), 7)) != rest
 
 
 def test_a_step_that_was_interrupted_is_not_in_the_state() -> None:

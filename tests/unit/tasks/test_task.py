@@ -43,7 +43,7 @@ def test_questions_of_a_file(tmp_path: Path) -> None:
         ({**CHOICE, "answer": -1}, "answer is -1, expected 0 to 1"),
         ({**CHOICE, "answer": "a"}, "answer is 'a', not an integer"),
         ({**CHOICE, "answer": True}, "answer is True, not an integer"),
-        (CLOZE, "choices and continuations are mixed; give each a task of its own"),
+        (CLOZE, "choices and continuations are mixed; put them into two tasks"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: object, reason: str) -> None:

@@ -16,10 +16,11 @@ from titanlite import startup
 from titanlite.checkpoint.commit import manifest_text
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
+from titanlite.corpus import prepare
 from titanlite.data.skips import SkippedSequences
 from titanlite.job import load_job
 from titanlite.tokenizers.bytes import Bytes
-from titanlite.tools import data, prepare
+from titanlite.tools import data
 from titanlite.tools.verbs import shown_config
 
 

@@ -18,8 +18,8 @@ from tests.support.kinds import WRONG_KINDS
 from tests.support.models import family, random_net
 from titanlite import cli
 from titanlite.config.component import ConfigError
+from titanlite.contrib.meta_weights import open_meta
 from titanlite.data.shards import TokenShards, write_description, write_shard
-from titanlite.interop.torchtitan_meta import open_meta
 from titanlite.interop.weights import check
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tokenizers.huggingface import HuggingFace

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from titanlite import cli
-from titanlite.tools import export, import_weights, migrate, prepare, tokenizer
+from titanlite.corpus import prepare
+from titanlite.tools import export, import_weights, migrate, tokenizer
 
 
 def fail(*args: object, **kwargs: object) -> None:

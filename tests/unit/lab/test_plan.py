@@ -1,0 +1,347 @@
+"""The arithmetic of plans: sharding against the real transforms, kept tensors against autograd, peaks against
+recorded runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import plan_errors
+from tests.support.tiers import full, sampled
+from titanlite.attention.sdpa import CAUSAL
+from titanlite.config.component import ConfigError
+from titanlite.job import Job, load_job
+from titanlite.lab.activations import BlockShape
+from titanlite.lab.cards import CARDS, Cluster, parse_gpus
+from titanlite.lab.layouts import CLOSE, DOES_NOT_FIT, FITS, assess, search, verdict
+from titanlite.lab.memory import GIB, OUTSIDE, in_flight, rank_memory
+from titanlite.lab.optimum import optimum, reducible
+from titanlite.lab.plan import planned_run
+from titanlite.lab.planned import PlannedRun
+from titanlite.lab.sharding import parameters_of, rank_parameters
+from titanlite.lab.step_time import guesses
+from titanlite.losses import ChunkedCrossEntropy
+from titanlite.mesh import Parallelism, build_mesh, local_shard
+from titanlite.models.base import ModelFamily
+from titanlite.models.llama3 import Llama3
+from titanlite.models.olmoe import Olmoe
+from titanlite.models.qwen3 import Qwen3
+from titanlite.models.qwen3_moe import Qwen3MoE
+from titanlite.optim.adamw import AdamW
+from titanlite.optim.base import make_state
+from titanlite.optim.muon import Muon
+from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
+from titanlite.parallel.apply import ParallelSettings, parallelize
+
+H100 = next(card for card in CARDS if card.name == "H100")
+LAYOUTS = [{}, {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}]
+MORE_LAYOUTS = [*LAYOUTS, {"context_parallel_degree": 2, "tensor_parallel_degree": 2}]
+# dims that ranks do not divide evenly, and untied embeddings, as pipeline parallel needs
+MODEL = Qwen3(flavor="debug", overrides={"tie_word_embeddings": False, "dim": 65, "hidden_dim": 126})
+EXPERTS = Qwen3MoE(flavor="debug", overrides={"tie_word_embeddings": False})
+TWO_EXPERTS = Qwen3MoE(flavor="debug", overrides={"n_experts": 2, "tie_word_embeddings": False})
+EXPERT_LAYOUTS = [
+    {"expert_parallel_degree": 2},
+    {"tensor_parallel_degree": 2},
+    {"tensor_parallel_degree": 2, "expert_parallel_degree": 2},
+]
+MORE_EXPERT_LAYOUTS = [*EXPERT_LAYOUTS, {"pipeline_parallel_degree": 2, "expert_parallel_degree": 2}]
+
+
+def real_sizes(
+    world_size: int, model: ModelFamily, layouts: list[dict[str, int]]
+) -> list[tuple[int, dict[str, int]]]:
+    """On one rank, for each layout: the coordinate along pp, and elements by parameter."""
+    sizes_by_layout = []
+    for keys in layouts:
+        parallelism = Parallelism(**keys)  # type: ignore[arg-type]
+        mesh = build_mesh(parallelism, "cpu", torch.distributed.get_rank(), world_size)
+        settings = ParallelSettings(parallelism=parallelism)
+        sharded = parallelize(model.build_on_meta(), ChunkedCrossEntropy(), mesh, settings)
+        sizes = {name: local_shard(p).numel() for name, p in sharded.net.named_parameters()}
+        sizes_by_layout.append((mesh.coordinate.pp, sizes))
+    return sizes_by_layout
+
+
+@pytest.mark.parametrize(
+    ("world_size", "model", "layouts"),
+    [
+        (2, MODEL, LAYOUTS),
+        full(4, MODEL, MORE_LAYOUTS),
+        (2, EXPERTS, EXPERT_LAYOUTS),
+        full(4, EXPERTS, MORE_EXPERT_LAYOUTS),
+        full(4, TWO_EXPERTS, MORE_EXPERT_LAYOUTS),
+    ],
+)
+def test_planned_shards_are_those_of_the_real_transforms(
+    run_on: Callable[..., list[Any]], world_size: int, model: ModelFamily, layouts: list[dict[str, int]]
+) -> None:
+    by_rank = run_on(world_size, real_sizes, world_size, model, layouts)
+    net = model.build_on_meta()
+    parameters = parameters_of(net, AdamW())
+    for i, keys in enumerate(layouts):
+        parallelism = Parallelism(**keys)  # type: ignore[arg-type]
+        degrees = parallelism.degrees(world_size)
+        for pp_rank in range(degrees.pp):
+            planned = rank_parameters(parameters, parallelism, degrees, pp_rank)
+            sizes = {t.name: t.sharded for unit in planned.units for t in unit.tensors}
+            real = [one[i][1] for one in by_rank if one[i][0] == pp_rank]
+            assert all(one.keys() == sizes.keys() for one in real)
+            largest = {name: max(one[name] for one in real) for name in sizes}
+            assert largest == sizes, keys
+
+
+def kept_bytes(model: ModelFamily, tokens: int, compiled: bool = False) -> float:
+    """Bytes per token of the tensors that autograd keeps in the forward of a block in bf16, beside weights
+    and rotary tables."""
+    with torch.device("cpu"):
+        net = model.build().to(torch.bfloat16)
+    config, block = model.config, next(iter(net.blocks().values()))
+    for p in net.parameters():
+        torch.nn.init.ones_(p)
+    if compiled:  # split into forward and backward as inductor does
+        block.compile(fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
+    x = torch.ones(1, tokens, config.dim, dtype=torch.bfloat16, requires_grad=True)
+    tables = torch.ones(tokens, config.head_dim), torch.ones(tokens, config.head_dim)
+    others = {t.untyped_storage().data_ptr() for t in (*net.parameters(), *tables)}
+    kept: dict[int, int] = {}
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in others and t.dim() > 1:
+            kept[storage.data_ptr()] = storage.nbytes()
+        keep_alive.append(t)
+        return t
+
+    keep_alive: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        block(x, *tables, CAUSAL)
+    return sum(kept.values()) / tokens
+
+
+@pytest.mark.parametrize("model", [Llama3(flavor="debug"), Qwen3(flavor="debug")], ids=["llama3", "qwen3"])
+def test_kept_tensors_without_the_compiler_are_those_of_autograd(model: Any) -> None:
+    shape = BlockShape.of(model.build_on_meta(), size=2, compiled=False, is_float8=False)
+    planned = sum(shape.tensors().values())
+    # The CPU's norm, which is not fused as CUDA's is, also keeps x / rms(x) in fp32.
+    normed = 2 * shape.d + (shape.q + shape.kv if shape.normalizes_heads else 0)
+    measured = kept_bytes(model, 256)
+    assert planned + 4 * normed == pytest.approx(measured, rel=0.02)
+    assert planned + 4 * normed - 2 * shape.h < 0.95 * measured  # one tensor less is found
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("family", [Qwen3MoE, Olmoe])
+def test_kept_tensors_of_experts_are_those_of_autograd(family: type[ModelFamily], compiled: bool) -> None:
+    model = family(flavor="debug")
+    shape = BlockShape.of(model.build_on_meta(), size=2, compiled=compiled, is_float8=False)
+    # As above, the CPU's norm keeps more, if it is not compiled.
+    normed = 0 if compiled else 2 * shape.d + shape.q + shape.kv
+    planned, measured = sum(shape.tensors().values()) + 4 * normed, kept_bytes(model, 256, compiled)
+    assert planned == pytest.approx(measured, rel=0.02)
+    assert planned + 2 * shape.num_chosen * shape.d > 1.04 * measured  # with the experts' inputs
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "num_bytes"),
+    [
+        (AdamW(), 8.0),
+        (AdamW(state_dtype="bfloat16"), 4.0),
+        (AdamW(state_dtype="int8"), 2.125),
+        (Muon(state_dtype="int8"), 4.0),
+        (Muon(normalize="neuron"), 4 + 4 / 128),
+    ],
+)
+def test_the_state_is_that_of_the_real_optimizer(optimizer: Any, num_bytes: float) -> None:
+    net = Llama3(flavor="debug", overrides={"n_layers": 1}).build().requires_grad_()
+    parameters = {p.name: p for p in parameters_of(net, optimizer)}
+    for p in net.parameters():
+        torch.nn.init.ones_(p)
+    real = optimizer.build(net, build_mesh(Parallelism(), "cpu", 0, 1))
+    make_state(real)
+    for name, p in net.named_parameters():
+        state = real.state[p]
+        tensors = [t for key, t in state.items() if key != "step"]
+        size = sum(t.numel() * t.element_size() for t in tensors) / p.numel()
+        assert size == pytest.approx(parameters[name].state_bytes), name
+    assert parameters["model.layers.0.self_attn.q_proj.weight"].state_bytes == num_bytes
+
+
+RECORDED = list(plan_errors.recorded())
+UNCOMPILED = [run for run in RECORDED if run.file == "lora_memory_h200"]
+
+
+@pytest.mark.parametrize(
+    "run", sampled(RECORDED, default=UNCOMPILED), ids=lambda run: f"{run.file}-{run.case}"
+)
+def test_every_recorded_peak_is_planned_within_3_percent(run: plan_errors.Recorded) -> None:
+    row = plan_errors.compare(run)
+    few_mib = 0.05 / row["measured_gib"]  # more than 3 percent of a run of 1 GiB
+    # Of earlier versions: those that kept transposed copies of 8-bit weights needed 7 percent more than now.
+    assert abs(row["error"]) < (0.08 if row["before"] else max(0.03, few_mib))
+    assert row.get("guess", False) or abs(row.get("time_error", 0)) < 0.15
+
+
+def test_the_committed_errors_are_those_of_the_present_plan() -> None:
+    """Of a sample of the recorded runs; plan_errors.py writes the file."""
+    committed = json.loads((plan_errors.RESULTS / "plan_errors.json").read_text())
+    rows = {(row["file"], row["case"]): row for row in committed["rows"]}
+    runs = list(plan_errors.recorded())
+    assert {(run.file, run.case) for run in runs} == rows.keys()
+    assert committed["summary"] == plan_errors.summary(committed["rows"])
+    assert committed["summary"]["largest_memory_error"] < 0.035
+    for run in runs[::12]:
+        assert plan_errors.compare(run) == rows[run.file, run.case]
+
+
+def test_the_committed_errors_are_of_all_recorded_runs() -> None:
+    rows = json.loads((plan_errors.RESULTS / "plan_errors.json").read_text())["rows"]
+    paths = [
+        path
+        for path in plan_errors.RESULTS.glob("*")
+        if not path.stem.startswith(("blind_points", "measure_", "cuda_graphs"))
+    ]
+    texts = {path.stem: path.read_text() for path in paths}
+    files = {
+        name for name, text in texts.items() if plan_errors.PEAK in text and plan_errors.GRAPHS not in text
+    }
+    assert files == {row["file"] for row in rows}
+    assert {row["file"] for row in rows if "time_error" not in row} == set(plan_errors.UNTIMED)
+
+
+def test_a_step_time_that_is_far_off_is_called_a_guess() -> None:
+    rows = json.loads((plan_errors.RESULTS / "plan_errors.json").read_text())["rows"]
+    far = {row["file"]: row for row in rows if abs(row.get("time_error", 0)) > 0.15}
+    experts = {"qwen3_30b_a3b_8layers_h200_b4_int8", "olmoe_1b_7b_h200"}
+    assert far.keys() == {"qwen3_30m_h200", "lora_memory_h200", "finetune_h200", *experts}
+    assert all(row["guess"] for row in far.values())
+    sizes = {row["file"] for row in rows if row.get("guess")}
+    near = {"optimizer_curves_h200", "qwen3_30b_a3b_8layers_h200_b4_torchtitan"}  # 38M parameters; experts
+    assert sizes - far.keys() == near
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "reason"),
+    [
+        (["--model.flavor=debug"], 1, "models below 500M parameters"),
+        (["--no-compile.enable"], 1, "compile.enable"),
+        (["--lora.enable", "--checkpoint.initial_load_path=base"], 1, "[lora]"),
+        (["--training.mixed_precision_param=float32"], 1, "fp32"),
+        (["--parallelism.data_parallel_replicate_degree=2"], 4, "data_parallel_replicate_degree"),
+        (
+            [
+                "--parallelism.pipeline_parallel_degree=2",
+                "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
+            ],
+            2,
+            "ZBVZeroBubble",
+        ),
+        (["--training.enable_cpu_offload"], 1, "enable_cpu_offload"),
+        (["--model.name=qwen3_moe", "--model.flavor=30B-A3B"], 1, "experts"),
+    ],
+)
+def test_kinds_of_runs_without_a_measured_time(overrides: list[str], gpus: int, reason: str) -> None:
+    cluster, given = Cluster(H100, gpus), ["--model.overrides.n_layers=4", "--parallelism.fsdp_reduce=step"]
+    job = load_job("train_configs/llama3_8b.toml", [*given, *overrides], None)
+    (only,) = guesses(planned_run(job, cluster))
+    assert reason in only
+    measured = load_job("train_configs/llama3_8b.toml", given, None)
+    assert not guesses(planned_run(measured, cluster))  # control
+
+
+def debug_run(*overrides: str, gpus: int = 1) -> Any:
+    job: Job = load_job("train_configs/debug.toml", overrides, None)
+    return planned_run(job, Cluster(H100, gpus))
+
+
+def peak(run: Any) -> float:
+    return max(rank.peak.total for rank in rank_memory(run))
+
+
+def test_the_peak_follows_the_settings() -> None:
+    given = debug_run("--training.local_batch_size=8", "--training.global_batch_size=64")
+    assert given.num_micro_batches == 8
+    smaller = [
+        replace(given, training=replace(given.training, local_batch_size=4)),
+        replace(given, activation_checkpoint=ActivationCheckpoint(mode="full")),
+        replace(given, training=replace(given.training, enable_cpu_offload=True)),
+        debug_run(
+            "--training.local_batch_size=8", "--training.global_batch_size=64", "--optimizer.state_dtype=int8"
+        ),
+    ]
+    assert all(peak(run) < peak(given) for run in smaller)
+
+
+def test_the_accumulated_gradients_of_all_ranks_are_counted() -> None:
+    keys = ("--training.local_batch_size=1", "--training.global_batch_size=8")
+    step, each = (debug_run(*keys, f"--parallelism.fsdp_reduce={r}", gpus=4) for r in ("step", "micro_batch"))
+    first = [rank_memory(run)[0].moments[0].sizes["gradients"] for run in (step, each)]
+    size = sum(p.numel() for p in step.net.parameters())
+    assert first[0] == 4 * size
+    assert first[1] == pytest.approx(size, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "expected"),
+    [("1F1B", 0, 4), ("1F1B", 3, 1), ("GPipe", 3, 16), ("Interleaved1F1B", 0, 5.5), ("ZBVZeroBubble", 2, 4)],
+)
+def test_micro_batches_in_flight(schedule: str, rank: int, expected: float) -> None:
+    assert in_flight(schedule, rank, 4, 16) == expected
+    assert in_flight(schedule, rank, 4, 1) == 1  # never more than there are
+
+
+def test_a_run_that_needs_more_than_the_card_never_fits() -> None:
+    memory = rank_memory(debug_run())
+    need = (memory[0].peak.total + OUTSIDE) / GIB
+    assert verdict(memory, need - 0.01) == DOES_NOT_FIT
+    assert verdict(memory, need + 0.01) == CLOSE
+    assert verdict(memory, 2 * need) == FITS
+    most = (1.23 * memory[0].peak.total + OUTSIDE) / GIB
+    assert verdict(memory, most - 0.01) == CLOSE
+    assert verdict(memory, most + 0.01) == FITS
+
+
+def test_the_search_prefers_the_fastest_layout_and_names_reasons() -> None:
+    given = debug_run("--training.global_batch_size=64", gpus=8)
+    reason = "no tensor parallel here"
+
+    def refusal(run: PlannedRun) -> str | None:
+        uneven = run.global_batch % (run.training.local_batch_size * run.degrees.data_parallel)
+        return reason if uneven or run.degrees.tp > 1 or run.degrees.pp > 4 else None
+
+    best, others = search(given, Cluster(H100, 8), refusal)
+    seconds = [layout.time.seconds for layout in best]
+    assert seconds == sorted(seconds)
+    assert best[0].time.seconds <= assess(given, Cluster(H100, 8)).time.seconds
+    assert all(layout.verdict == FITS and layout.run.degrees.tp == 1 for layout in best)
+    assert all(math.prod(layout.run.degrees) == 8 for layout in best)
+    assert {refused.reason for refused in others} == {reason}
+    small = Cluster(H100._replace(memory_gib=1.0), 8)  # less than what is outside torch
+    fitting, others = search(given, small, refusal)
+    assert not fitting
+    assert any(refused.peak_gib and refused.reason.startswith("too large") for refused in others)
+
+
+def test_the_optimum_has_the_least_loss_for_its_flops() -> None:
+    best_run = optimum(8e9, 160e9)
+    assert best_run.parameters * best_run.tokens == pytest.approx(8e9 * 160e9)
+    best = reducible(best_run.parameters, best_run.tokens)
+    for factor in (0.9, 1.1):
+        assert reducible(best_run.parameters * factor, best_run.tokens / factor) > best
+    assert reducible(8e9, 160e9) - best == pytest.approx(best_run.excess)
+    assert best_run.half is not None
+    assert reducible(4e9, best_run.half) == pytest.approx(reducible(8e9, 160e9))
+    assert optimum(1e9, 1e15).half is None  # its share of the loss is already higher
+
+
+@pytest.mark.parametrize("text", ["64", "0xH100", "8xV99", "xH100"])
+def test_gpus_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--gpus"):
+        parse_gpus(text)
+    assert parse_gpus("64 x h100") == (64, H100)

@@ -1,0 +1,166 @@
+"""titanlite prepare [CONFIG.toml] [INPUT ...] --output=DIR [--key=value ...] [--worker=I/N]
+
+Make a dataset of token shards from text. INPUT: files, directories and globs of .jsonl (one document per
+line), .parquet (one document per row) and other files (one document per file), also compressed (.gz, .zst);
+hf:NAME, a dataset of the Hugging Face hub. --from-stream.name=NAME reads a stream instead.
+The documents are filtered, shuffled and tokenised on all cores. After an interruption the same command
+continues the work. The result does not depend on the number of processes or workers. `--help SECTION` lists
+the keys of one section, `--help all` lists all keys, and --reference prints them as Markdown, as in
+docs/prepare.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import titanlite.corpus.hub_stream
+import titanlite.tokenizers.bytes
+import titanlite.tokenizers.huggingface
+import titanlite.tokenizers.sentencepiece  # noqa: F401 -- registers the tokenizer, like the lines before
+from titanlite.config import toml
+from titanlite.config.component import ConfigError, check_at_least
+from titanlite.config.imports import ALLOW_IMPORTS, import_components
+from titanlite.config.overrides import split_words
+from titanlite.config.paths import PathText, check_writable
+from titanlite.corpus.hub import PREFIX, HubSplit, hub_files
+from titanlite.corpus.pipeline import prepare, prepared_record, work_folder
+from titanlite.corpus.report import table
+from titanlite.corpus.stages import PrepareOptions
+from titanlite.corpus.stream_files import fetch
+from titanlite.data.shards import TokenShards
+from titanlite.data.stream_source import DocumentStream
+from titanlite.data.text_formats import find_files
+from titanlite.log import tell
+from titanlite.options import take_flag
+from titanlite.tokenizers.base import TokenizerConfig
+from titanlite.tokenizers.tiktoken import Tiktoken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare(HubSplit, PrepareOptions):
+    """Settings of a preparation. Every key may be in the TOML file or on the command line."""
+
+    input: list[PathText] = dataclasses.field(default_factory=list)
+    """Files, directories (of which .txt, .jsonl, .ndjson, .json and .parquet files are read, also
+    compressed), globs, and `hf:NAME`: the files of a dataset on the Hugging Face hub, or of a directory laid
+    out like one."""
+    from_stream: DocumentStream | None = None
+    output: PathText = ""
+    """The dataset directory to make. It appears when it is complete."""
+    num_processes: int = 0
+    """Number of processes; 0: one per core. Does not change the result."""
+    worker: str = "0/1"
+    """I/N: do the share of worker I (from 0) of N. Each worker runs on its own machine, with `output` on a
+    shared file system. The last worker to finish completes the dataset. Does not change the result."""
+    imports: list[str] = dataclasses.field(default_factory=list)
+    """Python modules, from the current directory or installed, to import first. They register filters,
+    tokenizers or streams."""
+    tokenizer: TokenizerConfig = dataclasses.field(default_factory=Tiktoken)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, 0, "num_processes")
+        self.share  # noqa: B018 -- checks it
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """The key `worker` as (I, N)."""
+        i, _, n = self.worker.partition("/")
+        if not (i.isdecimal() and n.isdecimal() and int(i) < int(n)):
+            raise ConfigError(f"{self.worker!r} is not I/N with I from 0 to N - 1, as in 0/4", "worker")
+        return int(i), int(n)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prepare the dataset and print the report."""
+    words, overrides = split_words(take_flag(argv, ALLOW_IMPORTS)[1])  # they are allowed in any case
+    path = words.pop(0) if words and words[0].endswith(".toml") else None
+    tree, locator = toml.read(path, overrides)
+    if words:
+        tree["input"] = words
+    import_components(tree, locator, allowed=True)
+    job = toml.build(Prepare, tree, locator)
+    for line in locator.left_out:
+        tell(line)
+    output = Path(job.output)
+    try:
+        options = PrepareOptions(**{f.name: getattr(job, f.name) for f in dataclasses.fields(PrepareOptions)})
+        _check(job, output)
+        local = [item for item in job.input if not item.startswith(PREFIX)]
+        files = find_files(local, "input", is_told=True) if local else []
+        tokenizer = job.tokenizer.build()
+        fetched, origin = _fetch(job, output)  # last, because it may take hours
+        files += fetched
+        # If there are more workers than shards, other workers may have completed the dataset.
+        if os.path.lexists(output) and TokenShards(output).prepared != prepared_record(
+            options, tokenizer, files, origin
+        ):
+            raise _exists(output)
+        shards = prepare(
+            files,
+            output,
+            tokenizer,
+            options,
+            num_processes=job.num_processes,
+            worker=job.share,
+            origin=origin,
+        )
+    except ConfigError as e:
+        raise locator.located(e) from None
+    if shards is None:
+        print(f"worker {job.worker} is done; the last worker to finish completes {output}")
+        return 0
+    if shards.warning:
+        tell(f"{output}: {shards.warning}")
+    report = json.loads((output / "report.json").read_text())
+    print(table(report))
+    print(
+        f"{output}: {shards.counts()} "
+        f"({report['kept']['characters'] / shards.num_tokens:.2f} characters per token), "
+        f"tokenizer {job.tokenizer.label}"
+    )
+    return 0
+
+
+def _fetch(job: Prepare, output: Path) -> tuple[list[Path], dict[str, Any]]:
+    """Return the files of the hub, after downloading them, or of the stream, after writing them; and what
+    dataset.json records about the hub or the stream."""
+    if job.from_stream:
+        if job.documents == "chat":
+            raise ConfigError("conversations are read from files; a stream has texts", "documents")
+        fetched = fetch(job.from_stream, output, job.field, job.bad_lines)
+        return fetched.files, {"stream": toml.as_tree(fetched.stream)}
+    names = [item.removeprefix(PREFIX) for item in job.input if item.startswith(PREFIX)]
+    splits = [hub_files(name, job) for name in names]
+    return [file for files, _ in splits for file in files], {"hub": [r for _, r in splits]} if splits else {}
+
+
+def _exists(output: Path) -> ConfigError:
+    return ConfigError(f"{output} exists; choose another, or delete it", "output")
+
+
+def _check(job: Prepare, output: Path) -> None:
+    from_hub = any(item.startswith(PREFIX) for item in job.input)
+    if not job.input and not job.from_stream:
+        raise ConfigError("name at least one file, directory or glob to read", "input")
+    if job.input and job.from_stream:
+        raise ConfigError("a stream is read alone: leave out the input, or prepare it separately", "input")
+    if job.from_stream and job.share[1] > 1:
+        raise ConfigError("a stream is read by one worker: leave out --worker", "worker")
+    for key in ("config", "split", "revision"):
+        if getattr(job, key) != getattr(HubSplit(), key) and not from_hub:
+            advice = f"write from_stream.{key}" if job.from_stream else "no input is one"
+            raise ConfigError(f"applies to {PREFIX}NAME: {advice}", key)
+    if not job.output:
+        raise ConfigError("name the directory to make: --output=DIR", "output")
+    if os.path.lexists(output) and job.share[1] == 1:
+        raise _exists(output)
+    check_writable(output.parent, "output")
+    if work_folder(output).exists():
+        print(f"continuing {work_folder(output)}", file=sys.stderr)

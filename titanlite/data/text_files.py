@@ -1,0 +1,460 @@
+"""The raw corpus: the partition of its files into splits, and the documents of a split.
+
+The names of the files tell their formats (formats.py). The splits depend on the files alone, so a dataset is
+the same for any number of processes. Text must be UTF-8; a byte order mark at the start of a file is dropped.
+Bad input is never guessed at or repaired: a bad document is passed to `on_bad`, and a damaged file is an
+error. Memory is bounded: documents have a maximum size (Limits), and files are read and decompressed in
+blocks."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from titanlite.config.component import ConfigError, check_at_least
+from titanlite.data.text_formats import check_content, format_of
+from titanlite.files import hash_file
+from titanlite.tokenizers.chat import RenderedChat
+
+SPLIT_BYTES = 8 << 20  # text per split: about a second of tokenising on one core
+COMPRESSED_SPLITS = 64  # fewer compressed files than this are split, so that many cores have work
+MAX_SPLITS = 8  # splits per compressed file: each split decompresses the whole file, 3% of the split's work
+RATIO = 4  # typical compression ratio of text; only balances the work
+BLOCK_LINES = 64  # a compressed file's lines are dealt out to its splits in blocks of this size
+FEED_BYTES = 1 << 10  # compressed bytes per call of the decompressor: zstd can expand 1 KiB to 32 MiB
+RATIO_GRACE = 256 << 20  # bytes of content above which the compression ratio is limited
+PARQUET_BYTES = 256 << 20  # maximum text per batch of rows, even if all rows share one stored value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of memory and work for a corpus of unknown origin."""
+
+    max_document_mib: int = 64
+    """Maximum size of a document in MiB: a line of .jsonl, a row of .parquet, or any other file,
+    uncompressed. A larger document is bad input. Reading a document takes several times its size in
+    memory."""
+    max_compression_ratio: int = 100
+    """Stop at a .gz or .zst file that decompresses to more than 256 MiB and more than this many times its
+    size. Text compresses to between a third and a thirtieth of its size."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "max_document_mib", "max_compression_ratio")
+
+    @property
+    def document_bytes(self) -> int:
+        """`max_document_mib` in bytes."""
+        return self.max_document_mib << 20
+
+    def check_document(self, num_bytes: int) -> None:
+        """Raise ValueError for a document of more than max_document_mib."""
+        if num_bytes > self.document_bytes:
+            raise ValueError(f"a document of more than {self.max_document_mib} MiB; raise max_document_mib")
+
+    def check_ratio(self, file: Path, num_bytes: int, size: int) -> None:
+        """Raise ConfigError if a compressed file of `size` bytes has too much content for its size."""
+        if num_bytes > max(RATIO_GRACE, self.max_compression_ratio * size):
+            raise ConfigError(
+                f"{file}: its {size:,} bytes decompress to more than {num_bytes - 1:,}; raise "
+                f"max_compression_ratio = {self.max_compression_ratio} to accept it"
+            )
+
+
+@dataclass(frozen=True)
+class FileSplit:
+    """A unit of work: documents that one process reads. `files`: several files with one document each, or one
+    file.
+
+    `begin`, `end`: for lines, the range of bytes in which the lines start; for parquet, the range of row
+    groups; for compressed lines, split number `begin` of `end` splits of the file. `size`: bytes of text,
+    estimated if compressed."""
+
+    files: tuple[Path, ...]
+    begin: int
+    end: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document's text and origin. `place`: its position in `file`, which `where` describes. `chat`: the
+    conversation whose text it is, if documents are conversations."""
+
+    text: str
+    file: Path
+    place: int
+    chat: RenderedChat | None = None
+
+
+DEFAULT_LIMITS = Limits()
+OnBad = Callable[[Path, int, str], None]  # called with file, place and reason
+
+
+def stop(file: Path, place: int, reason: str) -> None:
+    """The default OnBad: raise ConfigError."""
+    raise ConfigError(f"{where(file, place)}: {reason}")
+
+
+# ---- files
+
+
+def content_sha256(files: Iterable[Path]) -> str:
+    """Return one hash of the content of all files, in order."""
+    digest = hashlib.sha256()
+    for file in files:
+        with _reading(file):
+            digest.update(bytes.fromhex(hash_file(file)[1]))
+    return digest.hexdigest()
+
+
+def where(file: Path, place: int) -> str:
+    """Describe a document's place: its file, and its line or row."""
+    kind, compression = format_of(file)
+    if kind == "text":
+        return str(file)
+    if kind == "parquet":
+        return f"{file}: row {place}"
+    if compression:
+        return f"{file}:{place}"
+    with open(file, "rb") as f:  # the place is an offset in bytes; count lines in blocks of 1 MiB
+        num_lines = sum(f.read(min(1 << 20, place - at)).count(10) for at in range(0, place, 1 << 20))
+    return f"{file}:{num_lines + 1}"
+
+
+# ---- splits
+
+
+def split_files(files: Sequence[Path], field: str) -> list[FileSplit]:
+    """Partition the corpus into splits of about SPLIT_BYTES, in the files' order."""
+    splits = list[FileSplit]()
+    num_compressed = sum(format_of(f)[1] != "" for f in files)
+    for file in files:
+        kind, compression = format_of(file)
+        size = _size(file) * (RATIO if compression else 1)
+        if kind == "parquet":
+            check_text_column(file, field)
+            splits += parquet_splits(file, [field])
+        elif kind == "text":
+            check_content(file, beginning(file))
+            before = splits[-1] if splits and format_of(splits[-1].files[0])[0] == "text" else None
+            if before and before.size + size <= SPLIT_BYTES:
+                splits[-1] = FileSplit((*before.files, file), 0, before.end + 1, before.size + size)
+            else:
+                splits.append(FileSplit((file,), 0, 1, size))
+        elif compression:
+            count = min(MAX_SPLITS, -(-COMPRESSED_SPLITS // num_compressed), max(1, -(-size // SPLIT_BYTES)))
+            splits += [FileSplit((file,), i, count, size // count) for i in range(count)]
+        else:
+            for begin in range(0, max(size, 1), SPLIT_BYTES):
+                end = min(begin + SPLIT_BYTES, size)
+                splits.append(FileSplit((file,), begin, end, end - begin))
+    return splits
+
+
+def parquet_splits(file: Path, columns: Sequence[str]) -> list[FileSplit]:
+    """Partition the row groups of a file by the size of some columns."""
+    parquet = open_parquet(file)
+    splits, begin, size = list[FileSplit](), 0, 0
+    for group in range(parquet.metadata.num_row_groups):
+        size += _uncompressed(parquet, group, columns)
+        if size >= SPLIT_BYTES or group == parquet.metadata.num_row_groups - 1:
+            splits.append(FileSplit((file,), begin, group + 1, size))
+            begin, size = group + 1, 0
+    return splits
+
+
+# ---- documents
+
+
+def documents(
+    files: Sequence[Path], field: str, on_bad: OnBad = stop, limits: Limits = DEFAULT_LIMITS
+) -> Iterator[Document]:
+    """Yield all documents of the files in order. Empty documents are left out."""
+    for split in split_files(files, field):
+        yield from read_split(split, field, on_bad, limits)
+
+
+def read_split(
+    split: FileSplit,
+    field: str,
+    on_bad: OnBad = stop,
+    limits: Limits = DEFAULT_LIMITS,
+) -> Iterator[Document]:
+    """Yield a split's documents in order. Empty documents are left out; bad documents are passed to `on_bad`.
+
+    Raises ConfigError for a file that cannot be read, is truncated or damaged, or lacks the column.
+    """
+    file = split.files[0]
+    kind, _ = format_of(file)
+    if kind == "text":
+        yield from _whole_files(split.files, on_bad, limits)
+    elif kind == "parquet":
+        yield from _rows(split, field, on_bad, limits)
+    else:
+        for place, line in lines(split, limits):
+            try:
+                text = _text_of(record_of(line, limits), field)
+            except ValueError as e:
+                on_bad(file, place, str(e))
+            else:
+                if text:
+                    yield Document(text, file, place)
+
+
+def _whole_files(files: Iterable[Path], on_bad: OnBad, limits: Limits) -> Iterator[Document]:
+    for file in files:
+        data = bytearray()
+        for block in decompressed(file, limits) if format_of(file)[1] else blocks(file):
+            data += block
+            if len(data) > limits.document_bytes:
+                break
+        try:
+            limits.check_document(len(data))
+            text = _decode(data.removeprefix(codecs.BOM_UTF8))
+        except ValueError as e:
+            on_bad(file, 0, str(e))
+        else:
+            if text:
+                yield Document(text, file, 0)
+
+
+def _rows(split: FileSplit, field: str, on_bad: OnBad, limits: Limits) -> Iterator[Document]:
+    (file,) = split.files
+    check_text_column(file, field)
+    import pyarrow  # after check_text_column, which raises an error with advice if it is missing
+
+    for first, batch in parquet_batches(split, [field]):
+        for row, data in enumerate(batch.column(0).cast(pyarrow.large_binary()).to_pylist(), first):
+            try:
+                limits.check_document(len(data or b""))
+                text = _decode(data) if data is not None else None
+            except ValueError as e:
+                on_bad(file, row, str(e))
+            else:
+                if text is None:
+                    on_bad(file, row, f"field {field!r} is null")
+                elif text:
+                    yield Document(text, file, row)
+
+
+def parquet_batches(split: FileSplit, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    """Yield columns of a split's rows in batches, each with the number of its first row. Raises
+    ConfigError."""
+    (file,) = split.files
+    parquet = open_parquet(file)
+    import pyarrow
+
+    row = 1 + sum(parquet.metadata.row_group(g).num_rows for g in range(split.begin))
+    groups = list(range(split.begin, split.end))
+    size = max(_uncompressed(parquet, group, columns) for group in groups)
+    batch_size = min(max(PARQUET_BYTES // max(size, 1), 1), 256)
+    try:
+        for batch in parquet.iter_batches(batch_size=batch_size, row_groups=groups, columns=list(columns)):
+            yield row, batch
+            row += batch.num_rows
+    except (OSError, ValueError, pyarrow.ArrowException) as e:
+        raise ConfigError(f"{where(file, row)} or later: damaged parquet: {e}") from None
+
+
+def open_parquet(file: Path) -> Any:
+    """Open a parquet file. Raises ConfigError."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise ConfigError(f"{file}: reading parquet needs pyarrow: pip install 'titanlite[data]'") from None
+    try:
+        return parquet.ParquetFile(file, page_checksum_verification=True)
+    except (OSError, ValueError, pyarrow.ArrowException) as e:
+        raise ConfigError(f"{file}: not a complete parquet file: {e}") from None
+
+
+def check_text_column(file: Path, field: str) -> None:
+    """Raise ConfigError unless a parquet file has one column of this name, which holds strings."""
+    schema = open_parquet(file).schema_arrow
+    from pyarrow import types
+
+    if field not in schema.names:
+        raise ConfigError(f"{file}: no column {field!r} (columns: {', '.join(schema.names)})")
+    if (count := schema.names.count(field)) > 1:
+        raise ConfigError(f"{file}: {count} columns are called {field!r}; rename all but one")
+    kind = schema.field(field).type
+    if not (types.is_string(kind) or types.is_large_string(kind)):
+        raise ConfigError(f"{file}: column {field!r} holds {kind}, not strings")
+
+
+def _uncompressed(parquet: Any, group: int, columns: Sequence[str]) -> int:
+    """Return the size of columns in a row group in bytes, uncompressed."""
+    metadata = parquet.metadata.row_group(group)
+    stored = [metadata.column(i) for i in range(metadata.num_columns)]
+    return sum(
+        c.total_uncompressed_size
+        for c in stored
+        if not {c.path_in_schema, c.path_in_schema.split(".")[0]}.isdisjoint(columns)
+    )
+
+
+def lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, bytes]]:
+    """Yield a split's lines, each with its place."""
+    is_compressed = format_of(split.files[0])[1] != ""
+    return _blocks_of_lines(split, limits) if is_compressed else _range_of_lines(split, limits)
+
+
+def _range_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that start in [begin, end), each with its offset. A line that is too long is cut just
+    above the limit."""
+    with _reading(split.files[0]), open(split.files[0], "rb") as f:
+        at = split.begin
+        if at:
+            f.seek(at - 1)
+            at += _skip_line(f) - 1
+        while at < split.end and (line := f.readline(limits.document_bytes + 1)):
+            if not line.isspace():
+                yield at, line if at else line.removeprefix(codecs.BOM_UTF8)
+            at += len(line) if line.endswith(b"\n") else len(line) + _skip_line(f)
+
+
+def _skip_line(f: IO[bytes]) -> int:
+    """Read to the end of the line. Returns the number of bytes read."""
+    skipped = 0
+    while block := f.readline(1 << 20):
+        skipped += len(block)
+        if block.endswith(b"\n"):
+            break
+    return skipped
+
+
+def _blocks_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, bytes]]:
+    """Yield every `end`-th block of lines of a compressed file, from block `begin` on; each line with its
+    number. A line that is too long is cut just above the limit."""
+    number, rest, is_too_long, max_bytes = 0, bytearray(), False, limits.document_bytes + 1
+
+    def is_wanted(line: bytes | bytearray) -> bool:
+        return number // BLOCK_LINES % split.end == split.begin and bool(line) and not line.isspace()
+
+    for chunk in decompressed(split.files[0], limits):
+        *lines, tail = chunk.split(b"\n")
+        for line in lines:
+            rest += b"" if is_too_long else line[: max_bytes - len(rest)]
+            if is_wanted(rest):
+                yield number + 1, bytes(rest if number else rest.removeprefix(codecs.BOM_UTF8))
+            rest, is_too_long, number = bytearray(), False, number + 1
+        rest += b"" if is_too_long else tail[: max_bytes - len(rest)]
+        if len(rest) == max_bytes:  # yielded now, because the end of the line may be far
+            if is_wanted(rest):
+                yield number + 1, bytes(rest)
+            rest, is_too_long = bytearray(), True
+    if is_wanted(rest):
+        yield number + 1, bytes(rest)
+
+
+def decompressed(file: Path, limits: Limits) -> Iterator[bytes]:
+    """Yield the content of a .gz or .zst file of any number of members. The libraries' file objects do not
+    report every truncated file, so this function checks that the last member is complete."""
+    open_member = _decompressor(file)
+    member, produced = open_member(), 0
+    size = _size(file)
+    try:
+        with _reading(file), open(file, "rb") as f:
+            while data := f.read(FEED_BYTES):
+                while data and not (member.eof and not data.strip(b"\0")):  # gzip members may be padded
+                    if member.eof:
+                        member = open_member()
+                    chunk = member.decompress(data)
+                    produced += len(chunk)
+                    limits.check_ratio(file, produced, size)
+                    yield chunk
+                    data = member.unused_data if member.eof else b""
+    except Exception as e:
+        if type(e).__name__ not in ("error", "ZstdError"):  # zlib.error, zstandard.ZstdError
+            raise
+        raise ConfigError(f"{file}: damaged after {produced:,} bytes of its content: {e}") from None
+    if not member.eof:
+        raise ConfigError(f"{file}: cut off after {produced:,} bytes of its content; get the whole file")
+
+
+def _decompressor(file: Path) -> Callable[[], Any]:
+    if format_of(file)[1] == ".gz":
+        return lambda: zlib.decompressobj(wbits=31)
+    try:
+        import zstandard
+    except ImportError:
+        raise ConfigError(f"{file}: reading .zst needs zstandard: pip install 'titanlite[data]'") from None
+    return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj  # as written by `zstd --long`
+
+
+def record_of(line: bytes, limits: Limits) -> dict[str, Any]:
+    """Return the object in a line of JSON; a line that holds another value has no fields. Raises
+    ValueError."""
+    limits.check_document(len(line) - line.endswith(b"\n"))
+    try:
+        record = json.loads(_decode(line))
+    except json.JSONDecodeError as e:
+        reason = e.msg.removesuffix(" at")
+        raise ValueError(f"not valid JSON: {reason} at character {e.pos + 1} of the line") from None
+    except RecursionError as e:
+        raise ValueError(f"not valid JSON: {e}") from None
+    if isinstance(record, list):
+        raise ValueError("a JSON array; expected one object per line")
+    return record if isinstance(record, dict) else {}
+
+
+def _text_of(record: dict[str, Any], field: str) -> str:
+    """Return the document in a record. Raises ValueError."""
+    if field not in record:
+        raise ValueError(f"no field {field!r} in this line")
+    text = record[field]
+    if not isinstance(text, str):
+        raise ValueError(f"field {field!r} is not a string")
+    return checked(text, f"field {field!r}")
+
+
+def checked(text: str, name: str) -> str:
+    """Return a text. Raises ValueError for one half of a surrogate pair, which JSON can contain."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} holds a lone surrogate, which is not text") from None
+    return text
+
+
+def _decode(data: bytes | bytearray) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"not UTF-8 at byte {e.start}: convert the file first") from None
+
+
+def beginning(file: Path) -> bytes:
+    """Return the first bytes of a file's content, without a byte order mark."""
+    content = decompressed(file, DEFAULT_LIMITS) if format_of(file)[1] else blocks(file)
+    return next(filter(None, content), b"").removeprefix(codecs.BOM_UTF8)
+
+
+def blocks(file: Path) -> Iterator[bytes]:
+    """Yield the content of a file."""
+    with _reading(file), open(file, "rb") as f:
+        while data := f.read(1 << 20):
+            yield data
+
+
+def _size(file: Path) -> int:
+    with _reading(file):
+        size = file.stat().st_size
+    return size
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Raise an OSError of the body as a ConfigError that names the file."""
+    try:
+        yield
+    except OSError as e:
+        raise ConfigError(f"{file}: {e.strerror}") from None

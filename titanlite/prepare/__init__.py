@@ -1,1 +1,0 @@
-"""Makes training data: filters, deduplicates and tokenises documents into token shards."""
