@@ -70,7 +70,6 @@ def real_sizes(
     return sizes_by_layout
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "model", "layouts"),
     [

@@ -167,7 +167,6 @@ def test_layouts_that_do_not_fit_are_one_line(capsys: Capture) -> None:
     assert line == f"not {', '.join(sizes)}: too large even with mode = 'full' and micro-batches of 1"
 
 
-@pytest.mark.full
 def test_a_rate_of_failures_decides_how_often_to_save(capsys: Capture) -> None:
     usual, own = (planned(capsys, *BIG, *words) for words in ([], ["--mtbf=40"]))
     stall_s, step_s = 0.42 / 16.7 * own["checkpoint"]["gib"] / 8, own["time"]["step_s"]
