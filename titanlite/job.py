@@ -180,8 +180,6 @@ class Job:
             cpu_offload=training.enable_cpu_offload,
         )
         self.moe.check(self.model.num_experts, trains_adapters=self.lora.enable)
-        if self.checkpoint.export_hf:
-            self.moe.check_export()
         self.lora.check(self.checkpoint.initial_load_path, self.float8.enable)
         if training.enable_cpu_offload:
             self.optimizer.check_cpu_offload()

@@ -19,10 +19,9 @@ from titanlite.checkpoint.state import TrainState
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch
 from titanlite.data.dataset import RunSequences
-from titanlite.data.loader import SequenceLoader
+from titanlite.data.loader import Loader
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.step_sizes import StepSize
-from titanlite.data.stream_loader import StreamLoader
 from titanlite.errors import Diverged, LoaderError
 from titanlite.evaluate import score_tasks, validate
 from titanlite.generate import generate
@@ -61,7 +60,7 @@ class Run:
     sequences: RunSequences
     stages: Stages
     tasks: Sequence[OpenTask]
-    loader: SequenceLoader | StreamLoader
+    loader: Loader[Any]
     model: ShardedModel
     optimizer: torch.optim.Optimizer
     clipper: Clipper
@@ -121,9 +120,9 @@ class Run:
         since the start of the program; if it is 0, the run was finished before and is evaluated again."""
         job = self.job
         requests.done()
-        if reason := self.read_guard():  # before the exports
+        if reason := self.read_guard():
             raise Diverged(reason)
-        self.checkpoints.close(is_over=self.state.step >= job.training.steps)
+        self.checkpoints.close()
         self.report_saves()
         if self.state.step < job.training.steps:
             if not job.checkpoint.enable:
@@ -190,7 +189,6 @@ class Run:
         and ConfigError if a source is too small for the skipped sequences. Collective."""
         config, guard, state, spike = self.job.guard, self.guard, self.state, self.guard.spike
         assert spike is not None
-        assert isinstance(self.loader, SequenceLoader), "a run on a stream does not rewind"
         first, last = guard.sequences_of(spike.start_step - config.skip_before, spike.detected_step)
         step, num_rewinds = state.step, guard.num_rewinds + 1
         with self.meter.untimed("time/rewind_s"):
@@ -238,8 +236,7 @@ class Run:
     def save(self) -> None:
         """Save a checkpoint of the step that was just taken."""
         with self.meter.untimed("checkpoint/stall_s"):
-            if isinstance(self.loader, StreamLoader):
-                self.state.stream = self.loader.gathered_state(self.rt.gather)
+            self.state.stream = self.loader.stream_state(self.rt.gather)
             self.checkpoints.save(
                 self.model.net, self.optimizer, self.state, self.extra_state(), self.average
             )

@@ -52,7 +52,7 @@ def train(job: Job) -> int:
     with (
         stop_requests() as requests,
         runtime(job.training, job.parallelism, job.comm) as rt,
-        build(startup.pin_stream(job, rt), rt, requests) as run,
+        build(startup.pin_stream(job, rt), rt) as run,
         run.profiler() as profiler,
     ):
         try:
@@ -61,7 +61,7 @@ def train(job: Job) -> int:
             raise run.go_back(e) from None
 
 
-def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
+def build(job: Job, rt: Runtime) -> Run:
     """Build the data, the model and the optimizer of the run, and load the checkpoint that it resumes from.
     Cheap compatibility checks run first; the run folder is not written to until they have passed."""
     use_compile_cache(job.compile.cache_dir, job.compile.enable, rt.device, job.folder)
@@ -83,8 +83,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     job, stages, about = startup.open_stages(job, rt.world_size, sequences, about)
     identity = job.identity(sequences.identity, sequences.names)
     startup.check_same_on_all_ranks(job, identity, rt)
-    exporter = startup.exporter(job, tokenizer, requests)
-    checkpoints = startup.open_checkpoints(job, stages, sequences, identity, about, exporter)
+    checkpoints = startup.open_checkpoints(job, stages, sequences, identity, about)
 
     startup.log_start(job, rt, about, sequences, kernel)
     with building(num_parameters, rt.mesh.shards, job.ema.enable):

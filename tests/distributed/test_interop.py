@@ -157,10 +157,3 @@ def test_all_ranks_read_one_step_and_hear_of_any_error(tmp_path: Path, corpus: P
     assert torch.equal(ours, theirs)
     for said, _ in run_on(2, load_on_rank, run, True):
         assert "KeyError: 'unforeseen' (rank 1)" in said
-
-
-def test_a_run_on_ranks_exports_by_itself(tmp_path: Path, corpus: Path, run_on) -> None:
-    overrides = ["--checkpoint.export_hf=true", "--training.steps=2", "--checkpoint.export_dtype=float32"]
-    run_on(2, train_on_rank, tmp_path, corpus, overrides, "two", 2)
-    assert cli.run(["export", str(tmp_path / "two"), str(tmp_path / "it"), "--dtype", "float32"]) == 0
-    assert content(tmp_path / "two/hf/step-2") == content(tmp_path / "it")

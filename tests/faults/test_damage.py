@@ -244,28 +244,18 @@ def flip_a_weight(step: Path, weight: torch.Tensor) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("verify", ["full", "sizes", "off"])
-def test_what_verify_finds(run: Path, values: dict[int, list[torch.Tensor]], verify: str) -> None:
+def test_half_files_and_a_flipped_weight_are_found(run: Path, values: dict[int, list[torch.Tensor]]) -> None:
     step = run / "checkpoint/step-2"
-    for name in (
-        "job.toml",
-        "train.json",
-        "__0_0.distcp",
-    ):  # half of one is always found, at last by loading it
+    for name in ("job.toml", "train.json", "__0_0.distcp"):
         with holding(step / name, LARGER["half"]((step / name).read_bytes())):
-            assert start(run, verify=verify).state.step == 1
+            assert start(run).state.step == 1
             step.with_name("quarantined-step-2-0").rename(step)
     flip_a_weight(step, values[2][0].detach())
-    toy = start(run, verify=verify)
-    if verify == "full":
-        assert equal(toy, values[1])
-    else:  # control: what the hashes are for
-        assert toy.state.step == 2
-        assert int((toy.values()[0] != values[2][0]).sum()) == 1
+    assert equal(start(run), values[1])
     (run / "checkpoint/step-1/manifest.json").write_text("{}")
     shutil.rmtree(step, ignore_errors=True)
-    with pytest.raises(CheckpointError, match="no usable checkpoint"):  # at least the manifest, always
-        start(run, verify=verify)
+    with pytest.raises(CheckpointError, match="no usable checkpoint"):
+        start(run)
 
 
 # ---- two ranks

@@ -22,7 +22,7 @@ from tests.support.jobs import make_job, metrics_of, write_toml
 from tests.support.logs import listening
 from tests.support.runs import history
 from titanlite import cli
-from titanlite.checkpoint import commit, writer
+from titanlite.checkpoint import commit, saver, writer
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import HashingFile, first_fault
@@ -143,18 +143,9 @@ def test_the_third_failure_in_a_row_ends_the_run(disk: Disk, mode: str) -> None:
     assert_whole(disk.path / "run", 1, 4, 7)
 
 
-@MODES
-def test_stop_at_the_first_failure_if_told_so(disk: Disk, mode: str) -> None:
-    run, toy = open_run(disk.path / "run", async_mode=mode, on_save_error="stop"), Many()
-    save(run, toy)
-    disk.fill(leave=100_000)
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        save(run, toy)
-    assert_whole(disk.path / "run", 1)
-
-
 def test_no_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, toy = save_steps(tmp_path, 1, on_save_error="stop")[::-1]
+    monkeypatch.setattr(saver, "MAX_FAILURES", 1)
+    run, toy = save_steps(tmp_path, 1)[::-1]
     needed = sum(t.numel() * t.itemsize for t in toy.values())
     space = SimpleNamespace(f_bavail=needed // 4, f_frsize=4)
     monkeypatch.setattr(os, "statvfs", lambda path: space)
@@ -368,7 +359,8 @@ def save_on_rank(folder: Path, broken: int) -> list[str]:
     """Save five times. On one rank, the shard of the second save fails, and all writing is slow."""
     rank = torch.distributed.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        run, toy = open_run(folder, on_save_error="stop"), Toy(width=16)
+        patch.setattr(saver, "MAX_FAILURES", 1)
+        run, toy = open_run(folder), Toy(width=16)
         seen = []
         if rank == broken:
             patch.setattr(HashingFile, "write", slow)

@@ -24,7 +24,7 @@ from tests.support.jobs import write_toml
 from tests.support.kill_points import ERRORS, MANIFEST, META, QUARANTINE, RESUME, REWIND, SAVE, SHARD, TRAIN
 from tests.support.runs import KEYS
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.digest import digest_file, first_fault
+from titanlite.checkpoint.digest import first_fault
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks a process that has imported torch")
 INTERVAL, STEPS = 2, 8
@@ -244,55 +244,6 @@ def test_the_others_end_by_themselves(run: Start, mode: str, victim: int) -> Non
     outcome = kill(ours, SAVE["P3 half a write"].at(victim), signal_peers=False)
     assert outcome.exits[1 - victim] == 1, outcome.logs
     assert ours.committed() == [2]
-
-
-# ---- exports
-
-EXPORT = ("--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=2")
-
-
-def exports(run: Run) -> dict[str, Any]:
-    """The digests of the files of every export."""
-    files = sorted(p for p in (run.folder / "hf").rglob("*") if p.is_file())
-    return {str(file.relative_to(run.folder)): digest_file(file) for file in files}
-
-
-@pytest.mark.parametrize(
-    "faults",
-    with_tiers(
-        [[replace(SAVE["P7 agreed"], step=4)]],
-        [
-            [replace(SAVE["P7 agreed"], step=4), Fault("titanlite.interop.export:_rename", during="start")],
-            [
-                Fault("titanlite.interop.export:_rename", "after", during="start"),
-                SAVE["P6 renamed"].at(0, step=8),
-            ],
-        ],
-    ),
-    ids=["between commit and export", "in the export of the next start", "exported, and the last one not"],
-)
-def test_exports_that_a_kill_interrupted_are_made_up_for(
-    run: Start, trainer: Trainer, corpus: Path, tmp_path: Path, faults: list[Fault]
-) -> None:
-    """Retention keeps two checkpoints, and the checkpoints that still need an export."""
-    whole = Run(trainer, tmp_path / "whole" / "run", corpus, 1, EXPORT)
-    assert whole.start().exits == [0]
-    assert {p.name for p in (whole.folder / "hf").iterdir()} == {f"step-{s}" for s in (2, 4, 6, 8)}
-    ours = run(1, TWO, *EXPORT)
-    for fault in faults:
-        kill(ours, fault)
-    missing = [s for s in ours.committed() if not (ours.folder / f"hf/step-{s}").exists()]
-    assert missing
-    outcome = ours.start()
-    assert outcome.exits == [0], outcome.logs
-    said = f"exporting checkpoints that have no export yet: step {', '.join(map(str, missing))}\n"
-    assert outcome.logs[0].count("exporting checkpoints") == outcome.logs[0].count(said) == 1
-    assert exports(ours) == exports(whole)
-    assert set(ours.committed()) == {
-        *outcome.resumed,
-        6,
-        8,
-    }  # a checkpoint that was kept for its export is deleted
 
 
 # ---- errors instead of kills

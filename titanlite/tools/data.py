@@ -194,7 +194,7 @@ def _skipped(job: Job, sequences: SequenceDataset) -> SkippedSequences:
     """The sequences that a run skips: those of its job, and those of the newest checkpoint in its folder, if
     the job numbers the sequences as the checkpoint's run does."""
     try:
-        candidate = newest(job.folder / job.checkpoint.folder, -1, [], job.checkpoint.verify)
+        candidate = newest(job.folder / job.checkpoint.folder, -1, [])
     except CheckpointError as e:  # of another format
         tell(f"sequences that the run skips are marked from its configuration only: {e}")
         candidate = None

@@ -1,6 +1,6 @@
-"""Pins what titanlite adds to torchdata: a state that counts the sequences handed out over all ranks, exact
-within a step and whatever is prefetched, from which a run goes on with other ranks, workers and batch sizes
-at no cost; workers that send no state; and that torchdata's own state could do none of this."""
+"""Pins what titanlite adds to torch's DataLoader: a state that counts the sequences given out over all ranks,
+exact within a step and whatever is prefetched, from which a run goes on with other ranks, workers and batch
+sizes at no cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import random
 import signal
-import warnings
 from collections.abc import Iterator
 from itertools import count, islice
 from typing import Any
@@ -17,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader, worker
 
 from titanlite.data.batch import sequence_hash
 from titanlite.data.dataset import Data, SequenceDataset
@@ -194,56 +192,3 @@ def test_a_step_has_the_size_at_its_first_sequence_that_is_not_skipped(
         shas = [sha_of(sequences, number, number + 1) for number in wanted]
         assert sum(batch.hash for batch in batches) % U64 == sum(shas) % U64
         assert [loader.state_dict() for loader in group] == [{"sequences": end}] * ranks
-
-
-def torchdatas(
-    sequences: SequenceDataset, ranks: int, num_workers: int, state: Any = None
-) -> StatefulDataLoader:
-    """The loader of rank 0, with torchdata's own state."""
-    order = MicroBatches(0, steps_of(STEP), 4, 0, ranks)
-    loader = StatefulDataLoader(sequences, batch_sampler=order, num_workers=num_workers, collate_fn=as_is)
-    if state is not None:
-        loader.load_state_dict(state)
-    return loader
-
-
-def test_control_torchdatas_own_state_fits_one_layout_only(sequences: SequenceDataset) -> None:
-    """torchdata's own state is neither saved nor loaded, because it fits only one layout."""
-    loader = torchdatas(sequences, 1, 0)
-    assert len(list(islice(loader, STEP // 4))) == 6  # one step
-    state = loader.state_dict()
-    same, other = (next(iter(torchdatas(sequences, ranks, 0, state))).hash for ranks in (1, 2))
-    assert same == next(loaders(sequences, STEP, 1, 4)[0]).hash
-    assert (
-        other == next(loaders(sequences, 2 * STEP, 2, 4)[0]).hash
-    )  # a step of 24 sequences is lost, in silence
-    with pytest.raises(AssertionError):
-        iter(torchdatas(sequences, 1, 2, state))
-
-
-def test_workers_send_no_state(sequences: SequenceDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers send their state once, when they start, because torchdata asks for it, and never with
-    batches."""
-    made, make_state = multiprocessing.Value("i", 0), worker._make_state_dict
-
-    def counting(*args: Any) -> Any:
-        with made.get_lock():
-            made.value += 1
-        return make_state(*args)
-
-    monkeypatch.setattr(worker, "_make_state_dict", counting)
-    loader = SequenceLoader(sequences, MicroBatches(0, steps_of(STEP), 4, 0, 1), 2, pin_memory=False)
-    for _ in range(20):
-        next(loader)
-    assert made.value == 2
-
-
-def test_torchdatas_deprecated_call_is_silent_and_nothing_else(sequences: SequenceDataset) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        SequenceLoader(
-            sequences, MicroBatches(0, steps_of(STEP), 4, 0, 1), 500, pin_memory=False
-        )._stateful_data_loader()
-    said = {str(warning.message) for warning in caught}
-    assert not [text for text in said if "set_vital" in text]
-    assert [text for text in said if "500 worker processes" in text]

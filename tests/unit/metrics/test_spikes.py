@@ -262,7 +262,6 @@ def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A detector that compares 4 losses with the 8 before, so that a short run can have a spike."""
     monkeypatch.setattr("titanlite.metrics.spikes.BEFORE", 8)
     monkeypatch.setattr("titanlite.metrics.spikes.RECENT", 4)
-    monkeypatch.setattr("titanlite.checkpoint.guard_state.MAX_STEPS", 4)
 
 
 SPIKING = [
