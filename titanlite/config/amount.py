@@ -29,7 +29,7 @@ MAX_DIGITS = 24  # Decimal has 28
 
 
 class StepSizes(Protocol):
-    """What Conversion needs of titanlite.data.step_sizes.StepSizes, which is in a layer above this one."""
+    """The methods of titanlite.data.step_sizes.StepSizes, a class of a higher layer, that Conversion uses."""
 
     def position_after(self, num_steps: int) -> int: ...
 

@@ -1,6 +1,6 @@
 """The schema of a configuration as plain data: the type, the default and the docstring of every key.
 
-`describe` makes a schema from classes. schema.json, beside this file, holds the schema of titanlite's own
+`describe` makes a schema from classes. The file schema.json holds the schema of titanlite's own
 classes, so that keys can be explained and checked before torch is imported; a test keeps that file current.
 `convert` checks a configuration against a schema.
 """
@@ -289,7 +289,7 @@ class _Conversion:
             where = f"{key}.{k}" if key else k
             if k in keys:
                 made[k] = self.value(keys[k], v, where)
-            elif self._is_of_replaced(node, key, k):
+            elif self._belongs_to_replaced(node, key, k):
                 text = f"left out: {node['kind']} {name!r}, chosen on the command line, has no such key"
                 self._locator.left_out.append(str(self._locator.located(ConfigError(text, where))))
             else:
@@ -299,7 +299,7 @@ class _Conversion:
                 self._complain(f"missing required key {k!r}", key)
         return made
 
-    def _is_of_replaced(self, node: Node, key: str, unknown: str) -> bool:
+    def _belongs_to_replaced(self, node: Node, key: str, unknown: str) -> bool:
         """Whether the file gives the unknown key to a component that the command line replaced by another. A
         key that the replaced component does not have either is a typing error."""
         overrides, picked_by = self._locator.overrides, node.get("key", "name")
@@ -310,7 +310,7 @@ class _Conversion:
         return unknown in table and (replaced is None or unknown in replaced["keys"])
 
     def _hint(self, unknown: str, where: str, node: Node, keys: Collection[str]) -> str:
-        """What to write instead of an unknown key of a table, or of a choice with `keys`."""
+        """Suggest a key in place of an unknown key of a table, or of a choice with `keys`."""
         owners = [repr(name) for name, choice in node.get("choices", {}).items() if unknown in choice["keys"]]
         if owners:
             *others, last = owners
