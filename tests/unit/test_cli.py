@@ -383,9 +383,9 @@ DOWNLOAD = f"hf download {HUB} --local-dir DIR"
     ("argv", "command"),
     [
         (["generate", HUB, "--prompt=a"], DOWNLOAD),
-        (["export", HUB, "new"], DOWNLOAD),
-        (["import", HUB, "new", "debug"], DOWNLOAD),
-        (["config", "debug", "--ranks=1", f"--checkpoint.initial_load_path={HUB}"], DOWNLOAD),
+        full(["export", HUB, "new"], DOWNLOAD),
+        full(["import", HUB, "new", "debug"], DOWNLOAD),
+        full(["config", "debug", "--ranks=1", f"--checkpoint.initial_load_path={HUB}"], DOWNLOAD),
         (["config", "debug", "--ranks=1", "--tokenizer.name=huggingface", f"--tokenizer.path={HUB}"],
          DOWNLOAD),
         (["config", "debug", "--ranks=1", f"--tokenizer.path={HUB}"], DOWNLOAD),
@@ -671,10 +671,12 @@ class Explained(Optimizer, name="explained"):
             ["train", "job.toml", "--help", "optimizer"],
             "<tuple[float, float]>\n      Key of a test.",
         ),
-        (["train", "job.toml", "--help", "all"], '[optimizer]  (name = "explained")  Optimizer of a test.'),
-        (["launch", "--nproc-per-node=2", "job.toml", "--help", "optimizer"], "Key of a test."),
+        full(
+            ["train", "job.toml", "--help", "all"], '[optimizer]  (name = "explained")  Optimizer of a test.'
+        ),
+        full(["launch", "--nproc-per-node=2", "job.toml", "--help", "optimizer"], "Key of a test."),
         (["config", "job.toml", "--allow-imports", "--help", "optimizer"], "Key of a test."),
-        (["config", "job.toml", "--reference", "--allow-imports"], "| Key of a test. |"),
+        full(["config", "job.toml", "--reference", "--allow-imports"], "| Key of a test. |"),
     ],
     ids=["section", "help", "launch", "config", "reference"],
 )

@@ -70,6 +70,7 @@ def real_sizes(
     return sizes_by_layout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "model", "layouts"),
     [
@@ -138,7 +139,7 @@ def test_kept_tensors_without_the_compiler_are_those_of_autograd(model: Any) -> 
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("family", [Qwen3MoE, Olmoe])
+@pytest.mark.parametrize("family", [Qwen3MoE, full(Olmoe)])
 def test_kept_tensors_of_experts_are_those_of_autograd(family: type[ModelFamily], compiled: bool) -> None:
     model = family(flavor="debug")
     shape = BlockShape.of(model.build_on_meta(), size=2, compiled=compiled, is_float8=False)
