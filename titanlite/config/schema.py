@@ -59,14 +59,10 @@ class Node(TypedDict, total=False):
     only: str  # for the table of a choice: the last part of the only key under which it is documented
 
 
+@cache
 def table(name: str) -> Node:
     """Return titanlite's schema `job` or `prepare`."""
-    return _tables()[name]
-
-
-@cache
-def _tables() -> dict[str, Node]:
-    return json.loads(FILE.read_text(encoding="utf-8"))
+    return json.loads(FILE.read_text(encoding="utf-8"))[name]
 
 
 # ---- from classes
@@ -123,7 +119,10 @@ def _node(hint: Any, docs: bool) -> Node:
         (inner,) = set(args) - {type(None)}
         return {**_node(inner, docs), "optional": True}
     if isinstance(hint, type) and issubclass(hint, Component) and hint.is_kind():
-        choices = {name: _choice(choice, docs) for name, choice in sorted(hint.choices.items())}
+        choices = {name: _describe(choice, docs) for name, choice in sorted(hint.choices.items())}
+        for name, choice in hint.choices.items():
+            if choice.only:
+                choices[name] = {**choices[name], "only": choice.only}
         node = {"type": "choice", "kind": hint.kind, "choices": choices}
         return node if hint.key == "name" else {**node, "key": hint.key}
     if dataclasses.is_dataclass(hint):
@@ -138,11 +137,6 @@ def _node(hint: Any, docs: bool) -> Node:
         name = hint.__name__ if isinstance(hint, type) else hint
         raise TypeError(f"fields of type {name} are not supported (supported: {FIELD_TYPES})")
     return {"type": SCALARS[hint]}
-
-
-def _choice(component: type[Component], docs: bool) -> Node:
-    node = _describe(component, docs)
-    return {**node, "only": component.only} if component.only else node
 
 
 def _default(field: dataclasses.Field) -> str | None:
@@ -234,17 +228,13 @@ class _Conversion:
         if SCALARS.get(type(value)) != kind:  # bool is not int, "8" is not 8
             self._complain(f"expected {_expected(node)}, got {value!r}", key)
         elif node.get("path"):
-            return self._path(value, key)
+            try:
+                return expand_home(value)
+            except ConfigError as e:
+                self._complain(str(e), key)
         elif isinstance(value, float) and not math.isfinite(value):
             self._complain(f"expected a finite number, got {value!r}", key)
         return value
-
-    def _path(self, text: str, key: str) -> str:
-        try:
-            return expand_home(text)
-        except ConfigError as e:
-            self._complain(str(e), key)
-            return text
 
     def _amount(self, node: Node, text: str, key: str) -> Amount | int:
         """Return the amount of a text, or the number of an amount in steps; after an error any number."""
