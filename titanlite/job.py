@@ -142,7 +142,7 @@ class Job:
         module of one of its sections. Raises ConfigError."""
         training, parallelism = self.training, self.parallelism
         degrees = parallelism.degrees(world_size)
-        batch = BatchLayout.of(training, degrees.data_parallel)
+        batch = BatchLayout.from_training(training, degrees.data_parallel)
         self.model.check_tensor_parallel(degrees.tp)
         self.model.check_pipeline_parallel(degrees.pp)
         check_expert_parallel(parallelism, degrees, self.model)
@@ -208,7 +208,7 @@ class Job:
         sources together, is None; so do all amounts of a job with stages that end after epochs. Raises
         ConfigError for amounts of less than one step and, once all are known, for numbers of steps that do
         not fit together."""
-        batch = BatchLayout.of(self.training, self.parallelism.degrees(world_size).data_parallel)
+        batch = BatchLayout.from_training(self.training, self.parallelism.degrees(world_size).data_parallel)
         units = {amount.unit for amount in self.amounts().values()}
         net = self.model.build_on_meta() if "tokens/parameter" in units else None
         conversion = Conversion(
