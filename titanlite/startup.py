@@ -24,33 +24,27 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError, Unreadable, keys_in
 from titanlite.config.resolve import value_at
 from titanlite.data.dataset import RunSequences
-from titanlite.data.loader import MicroBatches, SequenceLoader
+from titanlite.data.loader import Loader, LoaderLayout
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.sources import short_names
-from titanlite.data.stream_batches import StreamedBatches, StreamLayout
-from titanlite.data.stream_loader import StreamLoader
-from titanlite.data.stream_sequences import StreamSequences
 from titanlite.errors import LoaderError
 from titanlite.files import write_atomically
 from titanlite.flops import peak_bf16_flops
-from titanlite.interop.exporter import Exporter
 from titanlite.interop.formats import locate_base
 from titanlite.interop.initial import check_initial, load_base, load_initial
 from titanlite.interop.weights import ModelAndTokenizer
 from titanlite.job import TOKENIZER, Job, build_tokenizer
 from titanlite.log import logger
-from titanlite.mesh import Parallelism
 from titanlite.metrics.meter import Meter, StepCost
 from titanlite.metrics.sinks.base import RunInfo, Sinks
 from titanlite.models.base import Decoder
 from titanlite.parallel.apply import ParallelSettings
+from titanlite.parallelism import Parallelism
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, environment
-from titanlite.runtime.signals import StopRequests
 from titanlite.runtime.training import BatchLayout
 from titanlite.stages import Stages
 from titanlite.tokenizers.base import Tokenizer
-from titanlite.tokenizers.same_ids import verified_files
 
 
 def check_device(
@@ -119,15 +113,13 @@ def open_tokenizer(job: Job) -> Tokenizer:
 
 def check_interop(job: Job, tokenizer: Tokenizer) -> None:
     """Raises ConfigError unless the initial weights, which only a new run and runs of adapters need, can be
-    read, and unless the model and its tokenizer have the Hugging Face form that an export needs."""
+    read."""
     config = job.checkpoint
     path, folder = Path(config.initial_load_path), RunFolder(config, job.folder, None)
     if job.lora.enable and (resumed := folder.newest()):
         path = locate_base(path, BaseModel.of(resumed.train))
     if config.initial_load_path and (job.lora.enable or folder.is_new_run()):
         check_initial(path, ModelAndTokenizer(job.model, tokenizer), is_base=job.lora.enable)
-    if config.export_hf:
-        job.model.hf_config(), verified_files(tokenizer)
 
 
 def load_initial_weights(job: Job, net: Decoder, checkpoints: Checkpointer, state: TrainState) -> None:
@@ -200,15 +192,6 @@ def check_run_folder(job: Job, tokenizer: Tokenizer) -> None:
     RunFolder(job.checkpoint, job.folder, job.identity(data, {})).check_known_identity()
 
 
-def exporter(job: Job, tokenizer: Tokenizer, requests: StopRequests) -> Exporter | None:
-    """The exporter of this run's checkpoints, which stops when the run is asked to stop; None for a run
-    without exports."""
-    if not job.checkpoint.export_hf:
-        return None
-    model = ModelAndTokenizer(job.model, tokenizer)
-    return Exporter(job.checkpoint, job.folder, model, job.training.steps, lambda: requests.stop)
-
-
 def last_sequence(job: Job, stages: Stages, step: int, position: int, skipped: SkippedSequences) -> int:
     """The position in the data order after the last step of a run that has taken `step` steps and is at
     `position`."""
@@ -227,8 +210,7 @@ def check_data(
     Raises ConfigError if the global batch size differs from the resumed run's only because the number of
     ranks does, if the run has trained on sequences that it should skip, if it reads a source for more than
     its max_epochs, or if it cannot continue a stream on its layout."""
-    if isinstance(sequences, StreamSequences):
-        sequences.check_resumed(resumed_train)
+    sequences.check_resumed(resumed_train)
     check_global_batch(job, stages.batch_size, resumed_train)
     skipped = skipped_sequences(job, resumed_train)
     step, position = (resumed_train["step"], resumed_train["sequences"]) if resumed_train else (0, 0)
@@ -355,8 +337,7 @@ def open_stages(
     ConfigError for numbers of steps that do not fit together."""
     resolved = job.resolved(ranks, sequences.epoch_sequences)
     batch = BatchLayout.of(job.training, job.parallelism.degrees(ranks).data_parallel)
-    if isinstance(sequences, StreamSequences):
-        sequences.layout = StreamLayout(batch.num_ranks, job.data.num_workers, batch.micro_batch_size)
+    sequences.layout = LoaderLayout(batch.num_ranks, job.data.num_workers, batch.micro_batch_size)
     stages = resolved.open_stages(batch.global_size)
     weights = [stage.weights_of(short_names(job.data.sources)) for stage in stages.stages]
     sequences.set_stages(job.data.sources, list(zip(stages.firsts, weights)))
@@ -383,7 +364,6 @@ def open_checkpoints(
     sequences: RunSequences,
     identity: dict[str, Any],
     about: Sequence[str],
-    exports: Exporter | None,
 ) -> Checkpointer:
     """The checkpoints of the run. Raises ConfigError if the run folder holds a run with another identity, and
     the errors of `check_data`; for a new run, before its folder is made. `about`: the lines of `summary`, for
@@ -395,7 +375,6 @@ def open_checkpoints(
         job.folder,
         identity,
         job_toml_text(job, about),
-        exports,
         rewind_distance=job.guard.rewind_distance,
     )
     check_data(job, stages, sequences, checkpoints.resumed_train)
@@ -430,22 +409,16 @@ def log_start(job: Job, rt: Runtime, about: Sequence[str], sequences: RunSequenc
 
 def open_loader(
     job: Job, rt: Runtime, sequences: RunSequences, stages: Stages, state: TrainState
-) -> SequenceLoader | StreamLoader:
+) -> Loader[Any]:
     """The loader of this rank's micro-batches, which continues at the position of `state`."""
-    pin_memory = rt.device.type == "cuda"
-    if isinstance(sequences, StreamSequences):
-        assert sequences.layout is not None
-        batches = StreamedBatches(sequences.tokens, sequences.layout, rt.mesh.dp_rank)
-        return StreamLoader(batches, stages.step_sizes, pin_memory, state.stream)
-    micro_batches = MicroBatches(
+    return sequences.loader(
+        rt.mesh.dp_rank,
+        stages.step_sizes,
         first_sequence=state.num_sequences,
-        step_sizes=stages.step_sizes,
-        micro_batch_size=rt.batch.micro_batch_size,
-        rank=rt.mesh.dp_rank,
-        num_ranks=rt.mesh.dp_size,
         skipped=state.skipped,
+        stream_state=state.stream,
+        pin_memory=rt.device.type == "cuda",
     )
-    return SequenceLoader(sequences, micro_batches, job.data.num_workers, pin_memory)
 
 
 def open_meter(

@@ -1,6 +1,6 @@
 """Private and version-dependent APIs of torch and torchao. Other modules do not use such APIs, except
 attention/torch_compat.py and parallel/torch_compat.py, which have those of attention and of the compiled,
-sharded blocks, and runtime/agent.py and runtime/rendezvous.py, which subclass torch's classes.
+sharded blocks, and runtime/agent.py, which subclasses torch's agent.
 
 Each function wraps one name that may be renamed or changed without notice, and its docstring states the
 behaviour that titanlite relies on. tests/unit/test_torch_compat.py has a test per function, which fails when
@@ -8,14 +8,12 @@ the name or its behaviour changes. Tested with torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from subprocess import Popen
 from typing import IO, Any, NamedTuple, cast
 from weakref import WeakMethod
 
@@ -212,31 +210,6 @@ def _fsdp_groups(module: torch.nn.Module) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-# Any: a process with Popen's pid, poll and wait.
-Begin = Callable[[Sequence[str], Mapping[str, str]], Any]
-
-
-@contextmanager
-def begin_ranks_with(begin: Begin) -> Iterator[None]:
-    """In the body, torchrun's agent takes each rank's process from `begin`, which gets the command and the
-    environment of the rank. Where it returns None, and if the rank's output goes into a file, the agent
-    starts a process."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-    start = SubprocessHandler._popen
-
-    def process(self: Any, command: tuple[str, ...], env: dict[str, str]) -> Popen[Any]:
-        begun = begin(command, env) if self._stdout is None and self._stderr is None else None
-        return start(self, command, env) if begun is None else begun
-
-    # setattr, because mypy forbids to assign to a method
-    setattr(SubprocessHandler, "_popen", process)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(SubprocessHandler, "_popen", start)  # noqa: B010
-
-
 # ---- tensors
 
 
@@ -364,13 +337,6 @@ def file_view(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
 # ---- compiler
 
 
-def import_compiler(with_inductor: bool) -> None:
-    """Import what torch imports when a model is first built or compiled, which takes seconds."""
-    importlib.import_module("torch._dynamo")
-    if with_inductor:
-        importlib.import_module("torch._inductor.compile_fx")
-
-
 class Compilation(NamedTuple):
     """One compilation by torch.compile. `function`: name of the compiled function; None for a backward and
     for code without a graph. `reason`: why the function is compiled again; empty for the first time."""
@@ -456,11 +422,6 @@ def _with_all_heads(count: Callable[..., int], *shapes: Sequence[int]) -> int:
 
 
 # ---- CUDA
-
-
-def is_copy_without_cuda() -> bool:
-    """Whether this process was forked from one that had used CUDA, and so cannot use it."""
-    return torch.cuda._is_in_bad_fork()
 
 
 def record_memory_history(max_entries: int | None) -> None:

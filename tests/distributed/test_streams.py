@@ -93,7 +93,8 @@ def test_control_without_its_state_the_run_is_another(
 ) -> None:
     whole = run_to(run_on, 1, [7], tmp_path, corpus, keys, "whole")
     run_to(run_on, 1, [5], tmp_path, corpus, keys, "stopped")
-    monkeypatch.setattr(StreamedBatches, "load_state_dict", lambda self, state: None)
+    opened = StreamedBatches._open
+    monkeypatch.setattr(StreamedBatches, "_open", lambda self, *share: opened(self, *share[:2], {}))
     stopped = run_to(run_on, 1, [7], tmp_path, corpus, keys, "stopped")
     assert history(stopped)[:5] == history(whole)[:5]
     assert all(a != b for a, b in zip(history(stopped)[5:], history(whole)[5:], strict=True))
@@ -153,6 +154,7 @@ def test_a_changed_stream_is_refused(run: Path, corpus: Path, keys: list[str]) -
     assert "stages" not in str(e.value)
 
 
+@pytest.mark.full
 def test_damage_of_the_state_is_found(tmp_path: Path, corpus: Path, keys: list[str]) -> None:
     """The state is in train.json, whose hash the manifest has: the checkpoint before is used."""
     train_on_rank(tmp_path, corpus, [*keys, "--training.steps=8"], "run", 1)

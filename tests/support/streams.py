@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from titanlite.data.batch import Batch
+from titanlite.data.loader import LoaderLayout
 from titanlite.data.sources import StreamedSource
 from titanlite.data.step_sizes import StepSizes
-from titanlite.data.stream_batches import StreamedBatches, StreamLayout, TokenStream
+from titanlite.data.stream_batches import TokenStream
 from titanlite.data.stream_loader import StreamLoader
 from titanlite.tokenizers.bytes import Bytes
 
@@ -46,15 +47,14 @@ def stream_loader(
 ) -> StreamLoader:
     """The loader of a rank. `state`: of this rank, by `state_of`."""
     tokens = TokenStream(source, Bytes().build(), SEQ_LEN, masked)
-    layout = StreamLayout(num_ranks=ranks, num_workers=workers, micro_batch_size=MICRO_BATCH)
+    layout = LoaderLayout(num_ranks=ranks, num_workers=workers, micro_batch_size=MICRO_BATCH)
     states = {"states": [state] * ranks} if state else {}
-    batches = StreamedBatches(tokens, layout, rank)
-    return StreamLoader(batches, sizes or StepSizes.constant(STEP), pin_memory, states)
+    return StreamLoader(tokens, layout, rank, sizes or StepSizes.constant(STEP), pin_memory, states)
 
 
 def state_of(loader: StreamLoader) -> Any:
     """The state of this rank, as a checkpoint has it."""
-    states = loader.gathered_state(lambda own: [(rank, own[1]) for rank in range(4)])
+    states = loader.stream_state(lambda own: [(rank, own[1]) for rank in range(4)])
     return json.loads(json.dumps(states))["states"][0]
 
 

@@ -28,8 +28,8 @@ def row(key: str) -> str:
 
 
 def table() -> str:
-    """Every key of torchtitan 0.1.0 to 0.2.2 that is not the same in titanlite. Keys without a counterpart and without
-    a remark are lists."""
+    """Every key of torchtitan 0.1.0 to 0.2.2 that is not the same in titanlite. Keys without a counterpart
+    and without a remark are lists."""
     rows = {key: row(key) for key in sorted(set().union(*KEYS.values()))}
     lines = ["| torchtitan | titanlite |", "| --- | --- |"]
     without = {"none: not supported": "Not supported: ", "none: always so": "Always so in titanlite: "}

@@ -6,13 +6,10 @@ from __future__ import annotations
 import io
 import json
 import math
-import subprocess
-import sys
 import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -21,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -480,24 +476,6 @@ def test_a_fake_process_group_exchanges_nothing() -> None:
         assert not dist.is_initialized()
 
 
-def test_ranks_begin_in_processes_that_there_are(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
-
-    def run(redirects: Std) -> list[str]:
-        logs = DefaultLogsSpecs(log_dir=str(tmp_path / "logs"), redirects=redirects)
-        ranks = start_processes("test", "echo", {0: ("a",), 1: ("b",)}, {0: {"X": "0"}, 1: {"X": "1"}}, logs)
-        assert ranks.wait().failures == {}
-        return sorted(capfd.readouterr().out.split())
-
-    def begin(command: Any, env: Any) -> Popen | None:
-        return None if env["X"] == "1" else Popen(["echo", "instead of", *command])
-
-    with torch_compat.begin_ranks_with(begin):
-        assert run(Std.NONE) == ["a", "b", "echo", "instead", "of"]
-        assert run(Std.OUT) == []
-    assert run(Std.NONE) == ["a", "b"]
-
-
 def test_the_compilers_memory_budget() -> None:
     from torch._functorch import config
 
@@ -515,15 +493,6 @@ def test_flops_of_grouped_attention_are_those_of_repeated_heads() -> None:
     torch_compat.count_grouped_attention()  # the second call changes nothing
     queries, keys = (1, 8, 16, 32), (1, 2, 16, 32)
     assert flop_counter.sdpa_flop_count(queries, keys, keys) == 2 * 2 * 8 * 16 * 16 * 32
-
-
-@pytest.mark.parametrize("uses", [False, pytest.param(True, marks=pytest.mark.gpu)])
-def test_a_copy_of_a_process_that_has_used_cuda_cannot_use_it(uses: bool) -> None:
-    code = "import os, torch\nfrom titanlite.torch_compat import is_copy_without_cuda\n"
-    code += "torch.cuda.init()\n" * uses
-    code += "pid = os.fork()\nif not pid: os._exit(is_copy_without_cuda())\n"
-    code += "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == uses
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -81,6 +81,14 @@ def _received(*values: Any) -> Batch:
         torch.from_numpy(v.astype(np.int64)) if isinstance(v, np.ndarray) else v for v in values
     ]
     return Batch(*fields)
+
+
+class MicroBatch(NamedTuple):
+    """The sequences of a micro-batch, by their global numbers. `num_splits`: each sequence is trained as this
+    many shorter ones."""
+
+    numbers: list[int]
+    num_splits: int = 1
 
 
 def make_batch(

@@ -4,10 +4,10 @@ sequences."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -15,13 +15,15 @@ from torch.utils.data import Dataset
 
 from titanlite.config.component import ConfigError, check_at_least, keys_in
 from titanlite.config.paths import PathText
-from titanlite.data.batch import Batch
+from titanlite.data.batch import Batch, MicroBatch
 from titanlite.data.held_out import HeldOut, HeldOutSource, ValidationSequences, read
+from titanlite.data.loader import Loader, LoaderLayout, MicroBatches, SequenceLoader
 from titanlite.data.order import MIXING_BLOCK, Mixture, key_of, permute, quotas
 from titanlite.data.packing import PACKINGS, ChunkedSequences, PackedSequences, TokenSequence
 from titanlite.data.reads import SourceReads
 from titanlite.data.skips import SkippedSequences, checked_range
 from titanlite.data.sources import Source, StreamedSource, short_names
+from titanlite.data.step_sizes import StepSizes
 from titanlite.data.stream_sequences import StreamSequences, check_stream
 from titanlite.tokenizers.base import Tokenizer
 
@@ -179,20 +181,14 @@ def _for_each(call: Callable[[Source], T], sources: Sequence[Source], key: str) 
     return results
 
 
-class MicroBatch(NamedTuple):
-    """The sequences of a micro-batch, by their global numbers. `num_splits`: each sequence is trained as this
-    many shorter ones."""
-
-    numbers: list[int]
-    num_splits: int = 1
-
-
 class SequenceDataset(ValidationSequences, Dataset):
     """All sequences of a run by global number: `training`, whose numbers are unlimited, and `held_out`.
 
     The held-out sequences depend only on the sources' contents, so runs with other seeds validate on the same
     sequences. `identity`: everything that determines training sequence g. A run cannot resume with another
-    identity."""
+    identity. `layout`: is set once the number of ranks is known, before `loader` is called."""
+
+    layout: LoaderLayout | None = None
 
     def __init__(
         self,
@@ -273,6 +269,32 @@ class SequenceDataset(ValidationSequences, Dataset):
     def epoch_sequences(self) -> int:
         """Number of training sequences of all sources together."""
         return sum(self.sizes)
+
+    def check_resumed(self, train: Mapping[str, Any] | None) -> None:
+        """Do nothing: a run continues its numbered sequences on any layout."""
+
+    def loader(
+        self,
+        rank: int,
+        step_sizes: StepSizes,
+        *,
+        first_sequence: int,
+        skipped: SkippedSequences,
+        stream_state: Mapping[str, Any],
+        pin_memory: bool,
+    ) -> Loader[Any]:
+        """Return the loader of a data-parallel rank's micro-batches, which begins at the position
+        `first_sequence`. `stream_state`: of a checkpoint, for a stream."""
+        assert self.layout is not None
+        micro_batches = MicroBatches(
+            first_sequence=first_sequence,
+            step_sizes=step_sizes,
+            micro_batch_size=self.layout.micro_batch_size,
+            rank=rank,
+            num_ranks=self.layout.num_ranks,
+            skipped=skipped,
+        )
+        return SequenceLoader(self, micro_batches, self.layout.num_workers, pin_memory)
 
     def describe_size(self) -> str:
         """Return how much there is to train on, for the log."""

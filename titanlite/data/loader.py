@@ -1,9 +1,9 @@
-"""The loader: returns each rank's micro-batches.
+"""The loaders: return each rank's micro-batches, which worker processes make.
 
-The only state is a position in the data order: the number of the sequence that the next step begins with.
-torchdata's StatefulDataLoader runs the workers over a map-style dataset addressed by global sequence number.
-Ranks, workers and micro-batches may therefore change on resume, and resuming costs the same at any
-position."""
+The only state of SequenceLoader is a position in the data order: the number of the sequence that the next
+step begins with. torch's DataLoader runs the workers over a map-style dataset addressed by global sequence
+number. Ranks, workers and micro-batches may therefore change on resume, and resuming costs the same at any
+position. StreamLoader (stream_loader.py) reads a stream."""
 
 from __future__ import annotations
 
@@ -11,20 +11,35 @@ import errno
 import gc
 import multiprocessing
 import signal
-import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from titanlite.config.component import ConfigError
 from titanlite.data.background import Background
-from titanlite.data.batch import Batch
-from titanlite.data.dataset import MicroBatch, SequenceDataset
+from titanlite.data.batch import Batch, MicroBatch
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.step_sizes import StepSize, StepSizes
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class LoaderLayout:
+    """How the loaders share the work: the numbers of data-parallel ranks and of loader workers per rank, and
+    the sequences of a micro-batch."""
+
+    num_ranks: int
+    num_workers: int
+    micro_batch_size: int
+
+    def num_micro_batches(self, step: StepSize) -> int:
+        """Return the number of micro-batches of each rank in a step."""
+        return step.global_batch_size // (self.micro_batch_size * self.num_ranks)
 
 
 @dataclass(frozen=True)
@@ -57,55 +72,111 @@ class MicroBatches:
             first = skipped.advance(first, step.global_batch_size)
 
 
-class SequenceLoader:
-    """An endless iterator over this rank's micro-batches. Its state is the position in the data order.
+class Loader(ABC, Generic[Item]):
+    """An endless iterator over this rank's micro-batches. torch's DataLoader runs the workers, prefetches and
+    pins memory; without workers it loads in this thread."""
 
-    torchdata's StatefulDataLoader runs the workers, prefetches and pins memory. Its own state is never used,
-    because it counts batches of one rank, is bound to the number of workers and includes prefetched batches.
-    The state here is `{"sequences": n}`: all ranks together have returned sequences [0, n) of the data order,
-    except the skipped ones. Which ones are skipped is not part of it.
-    """
-
-    def __init__(self, sequences: SequenceDataset, order: MicroBatches, num_workers: int, pin_memory: bool):
-        self._sequences, self._order = sequences, order
-        self._num_workers, self._pin_memory = num_workers, pin_memory
-        self._batches: Iterator[Batch] | Background[Batch] | None = None
-        self._step_began, self._num_returned = order.first_sequence, 0
+    def __init__(self, layout: LoaderLayout, pin_memory: bool):
+        self.layout, self._pin_memory = layout, pin_memory
+        self._items: Iterator[Item] | Background[Item] | None = None
         self.while_waiting: Callable[[float, str], None] | None = None
         """Called twice per second while no batch arrives: see Background."""
 
+    @abstractmethod
     def state_dict(self) -> dict[str, int]:
-        """Return the number after the last sequence that all ranks have returned. Every rank computes the
-        same number, because all ranks return equally many micro-batches. The number is exact even within a
-        step, so a run may resume with other numbers of ranks and workers and other batch sizes."""
+        """Return the position: the number after the last sequence that all ranks have returned."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, int], skipped: SkippedSequences | None = None) -> None:
+        """Continue with sequence `state["sequences"]`, and skip `skipped` from there on (None: as before)."""
+
+    @abstractmethod
+    def next_step(self, device: torch.device) -> tuple[StepSize, list[Batch]]:
+        """Return the size of the next step, and this rank's micro-batches of it, on `device`."""
+
+    @abstractmethod
+    def __next__(self) -> Batch: ...
+
+    def stream_state(self, gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
+        """Return the state of the loaders of all ranks besides the position, as JSON values; {} if there is
+        none. `gather`: returns a value of every rank. Collective if there is a state."""
+        return {}
+
+    @abstractmethod
+    def _data_loader(self) -> DataLoader[Any]:
+        """Return the DataLoader that continues at the present position."""
+
+    def _next_item(self) -> Item:
+        """Return the next item of the DataLoader, whose workers start if they do not run."""
+        if self._items is None:
+            self._items = self._start()
+        return next(self._items)
+
+    def close(self) -> None:
+        """End the workers."""
+        items, self._items = self._items, None
+        if isinstance(items, Background):
+            items.close()
+
+    def _start(self) -> Iterator[Item] | Background[Item]:
+        loader = self._data_loader()
+        if not self.layout.num_workers:
+            return iter(loader)
+        check_shared_memory(self.layout.num_workers)
+        device = torch.cuda.current_device() if self._pin_memory else None
+
+        def start() -> Iterator[Item]:
+            if device is not None:
+                torch.cuda.set_device(device)  # the setting is per thread, and pinning memory uses it
+            return iter(loader)
+
+        return Background(start, self.while_waiting)
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the arguments that all DataLoaders have."""
+        num_workers = self.layout.num_workers
+        return {
+            "num_workers": num_workers,
+            "collate_fn": _as_is,  # the dataset returns whole Batches: nothing is left to collate
+            "pin_memory": self._pin_memory,
+            "prefetch_factor": 4 if num_workers else None,
+            "worker_init_fn": _set_up_worker,
+        }
+
+
+class SequenceLoader(Loader[Batch | ConfigError]):
+    """The loader of numbered sequences. Its state is `{"sequences": n}`: all ranks together have returned
+    sequences [0, n) of the data order, except the skipped ones. Which ones are skipped is not part of it."""
+
+    def __init__(self, sequences: Dataset[Any], order: MicroBatches, num_workers: int, pin_memory: bool):
+        super().__init__(LoaderLayout(order.num_ranks, num_workers, order.micro_batch_size), pin_memory)
+        self._sequences, self._order = sequences, order
+        self._step_began, self._num_returned = order.first_sequence, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position. Every rank computes the same number, because all ranks return equally many
+        micro-batches. The number is exact even within a step, so a run may resume with other numbers of ranks
+        and workers and other batch sizes."""
         return {"sequences": self._order.skipped.advance(self._step_began, self._num_returned)}
 
-    def next_step(self, device: torch.device) -> tuple[StepSize, list[Batch]]:
-        """Return the size of the step that begins at the present position, and this rank's micro-batches of
-        it, on `device`."""
-        order = self._order
-        size = order.step_size(self._step_began)
-        num_micro_batches = size.global_batch_size // (order.micro_batch_size * order.num_ranks)
-        return size, [next(self).to(device) for _ in range(num_micro_batches)]
-
     def load_state_dict(self, state: dict[str, int], skipped: SkippedSequences | None = None) -> None:
-        """Continue with sequence `state["sequences"]`, at the same cost for any number, and skip `skipped`
-        from there on (None: as before). Running workers end; the next `iter` or `next` starts new ones."""
+        """Continue at a position, at the same cost for any number. Running workers end."""
         self.close()
         skipped = self._order.skipped if skipped is None else skipped
         self._order = replace(self._order, first_sequence=state["sequences"], skipped=skipped)
         self._step_began, self._num_returned = state["sequences"], 0
 
+    def next_step(self, device: torch.device) -> tuple[StepSize, list[Batch]]:
+        size = self._order.step_size(self._step_began)
+        return size, [next(self).to(device) for _ in range(self.layout.num_micro_batches(size))]
+
     def __iter__(self) -> SequenceLoader:
         """Start the workers unless they run. A second iterator continues at the position of the first."""
-        if self._batches is None:
-            self._batches = self._start()
+        self._items = self._items or self._start()
         return self
 
     def __next__(self) -> Batch:
-        if self._batches is None:
-            self._batches = self._start()
-        batch = next(self._batches)
+        batch = self._next_item()
         if isinstance(batch, ConfigError):
             raise batch
         order = self._order
@@ -114,43 +185,12 @@ class SequenceLoader:
             self._step_began, self._num_returned = self.state_dict()["sequences"], 0
         return batch
 
-    def close(self) -> None:
-        """End the workers."""
-        batches, self._batches = self._batches, None
-        if isinstance(batches, Background):
-            batches.close()
-
-    def _start(self) -> Iterator[Batch] | Background[Batch]:
-        loader = self._stateful_data_loader()
-        if not self._num_workers:
-            return iter(loader)
-        check_shared_memory(self._num_workers)
-        device = torch.cuda.current_device() if self._pin_memory else None
-
-        def start() -> Iterator[Batch]:
-            if device is not None:
-                torch.cuda.set_device(device)  # the setting is per thread, and pinning memory uses it
-            return iter(loader)
-
-        return Background(start, self.while_waiting)
-
-    def _stateful_data_loader(self) -> StatefulDataLoader:
-        with warnings.catch_warnings():
-            # torchdata 0.11 calls a function that torch 2.13 deprecates
-            warnings.filterwarnings("ignore", "'set_vital' is deprecated")
-            return StatefulDataLoader(
-                self._sequences,
-                batch_sampler=self._order,
-                num_workers=self._num_workers,
-                collate_fn=as_is,  # __getitems__ returns a whole Batch: nothing is left to collate
-                pin_memory=self._pin_memory,
-                prefetch_factor=4 if self._num_workers else None,
-                worker_init_fn=set_up_worker,
-                snapshot_every_n_steps=None,  # workers send no state with their batches
-            )
+    def _data_loader(self) -> DataLoader[Any]:
+        order: Any = self._order  # an endless one, which torch's types do not foresee
+        return DataLoader(self._sequences, batch_sampler=order, **self._settings())
 
 
-def set_up_worker(worker: int) -> None:
+def _set_up_worker(worker: int) -> None:
     """In a worker process: ignore the signals that stop the trainer, which needs the workers until the step
     is finished, and enable garbage collection, which the trainer disables."""
     gc.enable()
@@ -174,5 +214,5 @@ def check_shared_memory(num_workers: int) -> None:
         ) from None
 
 
-def as_is(batch: Any) -> Any:
-    return batch
+def _as_is(item: Any) -> Any:
+    return item

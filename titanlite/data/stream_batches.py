@@ -7,7 +7,7 @@ which has the place of every share in the stream, fits only the layout that it w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from titanlite.config.component import ConfigError, Unreadable
 from titanlite.data.batch import Batch, make_batch
+from titanlite.data.loader import LoaderLayout
 from titanlite.data.packing import TokenSequence
 from titanlite.data.sources import StreamedSource
 from titanlite.log import logger
@@ -28,21 +29,6 @@ from titanlite.tokenizers.base import Tokenizer
 TOKENIZED_AT_ONCE = 64  # documents; the state has the number, so it may change
 MANY_SHARDS = 8  # per share: one more or less makes a difference of at most 1/8
 State = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class StreamLayout:
-    """What the sequences depend on besides the stream: the numbers of data-parallel ranks and of loader
-    workers per rank, and the sequences of a micro-batch."""
-
-    num_ranks: int
-    num_workers: int
-    micro_batch_size: int
-
-    @property
-    def num_shares(self) -> int:
-        """The number of shares into which the documents are dealt out."""
-        return self.num_ranks * max(self.num_workers, 1)
 
 
 @dataclass(frozen=True)
@@ -64,43 +50,58 @@ class _Block(NamedTuple):
     num_tokens: int
 
 
-class StreamedBatches(IterableDataset[Batch | ConfigError]):
-    """The micro-batches of one share, without end: after its last document the share begins again.
+class StreamedBatch(NamedTuple):
+    """A micro-batch, or the error of the stream, and the state of its share after it."""
 
-    The state is small: the place in the stream of the oldest documents that are not used up, how many of
-    their tokens are, and the number of micro-batches. A resume reads these documents again."""
+    batch: Batch | ConfigError
+    state: State
 
-    def __init__(self, stream: TokenStream, layout: StreamLayout, rank: int):
+
+class StreamedBatches(IterableDataset[StreamedBatch]):
+    """The micro-batches of the shares of a rank, one share per loader worker, without end: after its last
+    document a share begins again. The loader takes a micro-batch of each worker in turn.
+
+    `num_returned`: micro-batches that this rank's loader has returned so far. `states`: the state of each of
+    its shares after the last of them; {}: the share has returned none. A state is small: the place in the
+    stream of the oldest documents that are not used up, how many of their tokens are, and the number of
+    micro-batches. A resume reads these documents again."""
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        layout: LoaderLayout,
+        rank: int,
+        num_returned: int = 0,
+        states: Sequence[State] = (),
+    ):
         self.stream, self.layout, self.rank = stream, layout, rank
-        self._state: State = {}
-        self._has_begun = False
-        self._blocks: deque[_Block] = deque()  # of the tokens that are left
+        self.num_returned, self.states = num_returned, states
 
-    def __iter__(self) -> Iterator[Batch | ConfigError]:
+    def __iter__(self) -> Iterator[StreamedBatch]:
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
-        share = self.rank * num_workers + worker, self.layout.num_ranks * num_workers
+        own = (worker + self.num_returned) % num_workers  # the first worker returns the next micro-batch
+        share = self.rank * num_workers + own, self.layout.num_ranks * num_workers
         try:
-            self._open(*share)
+            self._open(*share, self.states[own] if self.states else {})
             while True:
-                batch = self._batch(self._count * num_workers + worker)
+                batch = self._batch(self._count * num_workers + own)
                 self._count += 1
-                yield batch
+                yield StreamedBatch(batch, self._state())
         except ConfigError as e:  # torch would add the worker's traceback, so StreamLoader raises it
-            yield e
+            yield StreamedBatch(e, {})
 
-    def _open(self, share: int, num_shares: int) -> None:
-        """Begin the stream, or continue after the micro-batch of the loaded state."""
+    def _open(self, share: int, num_shares: int, state: State) -> None:
+        """Begin the stream, or continue after the micro-batch of `state`."""
         self._documents = _Share(self.stream.source, share, num_shares)
         self._tokens, self._starts = np.empty(0, np.int64), np.empty(0, np.int64)
         self._offset = self._count = 0
-        self._blocks.clear()
-        if self._state:
-            self._documents.load_state_dict(self._state["documents"])
-            self._count = self._state["count"]
-            self._read(self._state["num_documents"])
-            self._use(self._state["offset"])
-        self._has_begun = True
+        self._blocks = deque[_Block]()  # of the tokens that are left
+        if state:
+            self._documents.load_state_dict(state["documents"])
+            self._count = state["count"]
+            self._read(state["num_documents"])
+            self._use(state["offset"])
 
     def _batch(self, number: int) -> Batch:
         """Return micro-batch `number` of this rank."""
@@ -136,10 +137,8 @@ class StreamedBatches(IterableDataset[Batch | ConfigError]):
         while self._blocks and self._offset >= self._blocks[0].num_tokens:
             self._offset -= self._blocks.popleft().num_tokens
 
-    def state_dict(self) -> State:
+    def _state(self) -> State:
         """Return the state after the last micro-batch."""
-        if not self._has_begun:
-            return self._state
         if self._blocks:
             block = self._blocks[0]
         else:
@@ -150,10 +149,6 @@ class StreamedBatches(IterableDataset[Batch | ConfigError]):
             "num_documents": block.num_documents,
             "offset": self._offset,
         }
-
-    def load_state_dict(self, state: State) -> None:
-        """Begin the next iteration after the micro-batch of `state`."""
-        self._state, self._has_begun = state, False
 
 
 def describe_document(number: int) -> str:

@@ -15,9 +15,13 @@ from typing import Any
 from titanlite.config.amount import Amount
 from titanlite.config.component import ConfigError, Unreadable
 from titanlite.data.held_out import HeldOut, ValidationSequences
+from titanlite.data.loader import LoaderLayout
 from titanlite.data.order import MIXING_BLOCK
+from titanlite.data.skips import SkippedSequences
 from titanlite.data.sources import Source, StreamedSource, short_names
-from titanlite.data.stream_batches import StreamLayout, TokenStream, describe_document, has_own_shards
+from titanlite.data.step_sizes import StepSizes
+from titanlite.data.stream_batches import TokenStream, describe_document, has_own_shards
+from titanlite.data.stream_loader import StreamLoader
 from titanlite.tokenizers.base import Tokenizer
 
 SHARDS = "make shards of the stream, which have no such limit: titanlite prepare, [from_stream]"
@@ -84,6 +88,7 @@ class StreamSequences(ValidationSequences):
     documents become, besides. It is set once the number of ranks is known."""
 
     epoch_sequences = None  # not known
+    layout: LoaderLayout | None = None
 
     def __init__(
         self, source: StreamedSource, tokenizer: Tokenizer, for_validation: HeldOut, identity: dict[str, Any]
@@ -91,10 +96,9 @@ class StreamSequences(ValidationSequences):
         super().__init__(for_validation, identity["seq_len"], identity["mask_documents"])
         self._source, self._fingerprint = source, source.fingerprint()
         self._documents = _checked_documents(source)
-        self.tokens = TokenStream(source, tokenizer, self.seq_len, identity["mask_documents"])
+        self._tokens = TokenStream(source, tokenizer, self.seq_len, identity["mask_documents"])
         self._shares = {self._fingerprint: MIXING_BLOCK}
         self.identity = {**identity, "sources": self._shares}
-        self.layout: StreamLayout | None = None
 
     def set_stages(
         self, sources: Sequence[Source], stages: Sequence[tuple[int, Sequence[float] | None]]
@@ -105,6 +109,21 @@ class StreamSequences(ValidationSequences):
             self.identity["stages"] = [
                 {"first_sequence": first, "sources": self._shares} for first, _ in stages
             ]
+
+    def loader(
+        self,
+        rank: int,
+        step_sizes: StepSizes,
+        *,
+        first_sequence: int,
+        skipped: SkippedSequences,
+        stream_state: Mapping[str, Any],
+        pin_memory: bool,
+    ) -> StreamLoader:
+        """Return the loader of a data-parallel rank's micro-batches. `stream_state`: of the checkpoint, which
+        has the position."""
+        assert self.layout is not None
+        return StreamLoader(self._tokens, self.layout, rank, step_sizes, pin_memory, stream_state)
 
     @property
     def names(self) -> dict[str, str]:
@@ -132,7 +151,8 @@ class StreamSequences(ValidationSequences):
         """Describe how the stream is read, for the log."""
         assert self.layout is not None
         layout = [f"{LAYOUT_NAMES[key]} = {value}" for key, value in asdict(self.layout).items()]
-        shares, num_shards = self.layout.num_shares, getattr(self._documents, "num_shards", 0)
+        shares = self.layout.num_ranks * max(self.layout.num_workers, 1)
+        num_shards = getattr(self._documents, "num_shards", 0)
         how = "read by one loader"
         if shares > 1 and has_own_shards(self._source, self._documents, shares):
             how = f"each of {shares:,} loaders reads its own part of {num_shards:,} shards"

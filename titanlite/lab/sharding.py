@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from torch import nn
 
-from titanlite.mesh import Degrees, Parallelism
 from titanlite.models.base import Decoder, is_adapter
 from titanlite.optim.base import Optimizer
 from titanlite.parallel.pipeline_parallel import split_into_stages, stages_of_rank
+from titanlite.parallelism import Degrees, Parallelism
 
 EMBEDDING, HEAD, ROOT = "embedding", "head", "root"  # FSDP's units beside the blocks, which are numbers
 TWO_MOMENTS = 8.0  # bytes of two fp32 moments

@@ -14,11 +14,11 @@ import torch
 
 from titanlite.attention.base import AttentionBackend
 from titanlite.losses import Loss
-from titanlite.mesh import Degrees, Parallelism
 from titanlite.models.base import Decoder
 from titanlite.optim.base import Optimizer
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.parallel.fsdp import frees_by_default
+from titanlite.parallelism import Degrees, Parallelism
 
 GIB = 1 << 30
 LITTLE = 0.05  # share of a GPU's memory that kept weights may take in any run

@@ -69,10 +69,9 @@ def _losses(runs: Sequence[RecordedRun]) -> str:
     end = min(curve.tokens[-1] for curve in curves)
     if start >= end:
         return "The runs have no tokens in common at which their losses could be compared."
-    axis = "tokens" if all(run.has_tokens for run in runs) else "steps"
     rows = [
         [
-            f"loss at {axis}",
+            "loss at tokens",
             *(run.name for run in runs),
             *(f"{run.name} - {runs[0].name}" for run in runs[1:]),
         ]
@@ -103,9 +102,9 @@ def _times(runs: Sequence[RecordedRun]) -> str:
 
 
 def _keys(runs: Sequence[RecordedRun]) -> str:
-    if not all(run.job for run in runs):
-        return "Keys that differ are not known: a job.toml is missing or damaged."
     changed = changed_keys(runs)
+    if changed is None:
+        return "Keys that differ are not known: a job.toml is missing or damaged."
     if not changed:
         return "No key differs."
     head = ["keys that differ", *(run.name for run in runs)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from titanlite.report.charts import short
 from titanlite.report.pairs import difference, pair_verdicts
-from titanlite.report.recorded_run import MAX_NAMED, RecordedRun
+from titanlite.report.recorded_run import MAX_NAMED, RecordedRun, listed
 from titanlite.report.timeline import duration, gpu_hours, timeline
 from titanlite.report.verdicts import MIN_POINTS, Verdict, verdicts_of
 
@@ -22,8 +23,8 @@ LAYOUT = {
     "pipeline_parallel_degree": "pp",
     "expert_parallel_degree": "ep",
 }
-MAX_DEPTH = 50  # of tables in job.toml
 LR_CHANGE = re.compile(r"(?:^|; )optimizer\.lr (\S+) -> ([^\s;]+)")  # in a resume's `changed`
+CHANGES_BATCH = re.compile(r"stages\.\d+\.(seq_len|global_batch_size)$|training\.batch_ramp\.\d")
 NOT_COMPARED = {"job.dump_folder", "job.description"}
 
 
@@ -38,11 +39,13 @@ def facts(run: RecordedRun, price: float | None = None) -> dict[str, str]:
         "logged": _logged(run),
         "tokens": short(tokens) if tokens is not None else "",
         "batch": _batch(run),
-        "stages": _stages(run),
+        "stages": listed([f"{s.label} from sequence {s.first_sequence:,}" for s in run.stages]),
         "optimizer": _optimizer(run),
         "layout": _layout(run),
         "hardware": f"{_text(run.env.get('world_size'))} x {_text(run.env.get('device'))}" if run.env else "",
-        "versions": _versions(run),
+        "versions": ", ".join(
+            f"{key} {run.env[key]}" for key in ("torch", "cuda", "python") if run.env.get(key)
+        ),
         "training loss": _end_of_loss(run),
         "validation loss": _validation(run),
         "validation loss by source": _validation_by_source(run),
@@ -84,7 +87,7 @@ def all_verdicts(runs: Sequence[RecordedRun]) -> list[tuple[str, list[Verdict], 
 
 def _too_few(run: RecordedRun, num_finite: int) -> str:
     """How often a run was logged, and how often it would have had to be."""
-    text, steps = f"the run was logged {len(run.records):,} times", run.records[-1]["step"]
+    text, steps = f"the run was logged {len(run.records):,} times", run.last_step
     if num_finite < len(run.records):
         text += f", {num_finite} times with a finite loss"
     if len(run.records) >= MIN_POINTS:
@@ -102,25 +105,14 @@ def have_same_sequences(first: RecordedRun, other: RecordedRun) -> bool:
     return bool(pairs) and all(a == b for a, b in pairs)
 
 
-def changed_keys(runs: Sequence[RecordedRun]) -> dict[str, list[str]]:
-    """Return the keys of job.toml that differ between runs, each with its value in each run."""
-    flats = [flatten(run.job) for run in runs if run.job]
-    if len(flats) < len(runs):
-        return {}
-    keys = sorted({key for flat in flats for key in flat} - NOT_COMPARED)
-    rows = {key: [flat.get(key, "") for flat in flats] for key in keys}
+def changed_keys(runs: Sequence[RecordedRun]) -> dict[str, list[str]] | None:
+    """Return the keys of job.toml that differ between runs, each with its value in each run; None if they are
+    not known of some run."""
+    if not all(run.settings for run in runs):
+        return None
+    keys = sorted({key for run in runs for key in run.settings} - NOT_COMPARED)
+    rows = {key: [_text(run.settings[key]) if key in run.settings else "" for run in runs] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
-
-
-def flatten(node: Any, prefix: str = "") -> dict[str, str]:
-    """Return the values of a tree as text under dotted keys."""
-    if prefix.count(".") > MAX_DEPTH:
-        return {prefix: "nested too deep"}
-    if isinstance(node, dict):
-        return {k: v for key, child in node.items() for k, v in flatten(child, f"{prefix}{key}.").items()}
-    if isinstance(node, list) and any(isinstance(item, dict) for item in node):
-        return {k: v for i, item in enumerate(node) for k, v in flatten(item, f"{prefix}{i}.").items()}
-    return {prefix.removesuffix("."): _text(node)}
 
 
 def _cost(hours: float | None, price: float | None) -> str:
@@ -149,24 +141,17 @@ def _optimizer(run: RecordedRun) -> str:
 
 def _batch(run: RecordedRun) -> str:
     """The size of a step and whether it changes; global_batch_size = -1 follows from the number of ranks."""
-    size, seq_len = run.setting("training.global_batch_size"), run.setting("training.seq_len")
-    if not isinstance(size, int) or not isinstance(seq_len, int):
+    size, seq_len = run.setting("training.global_batch_size", int), run.setting("training.seq_len", int)
+    if size is None or seq_len is None:
         return ""
     text = f"{size} sequences of {seq_len} tokens" if size > 0 else f"sequences of {seq_len} tokens"
-    stages, sizes = run.setting("stages"), {"seq_len", "global_batch_size"}
-    has_others = isinstance(stages, list) and any(isinstance(s, dict) and sizes & s.keys() for s in stages)
-    return f"{text}; changes during the run" if has_others or run.setting("training.batch_ramp") else text
-
-
-def _stages(run: RecordedRun) -> str:
-    """The stages and the sequences that they begin with."""
-    parts = [f"{stage.label} from sequence {stage.first_sequence:,}" for stage in run.stages()]
-    return ", ".join([*parts[:MAX_NAMED], *["..."] * (len(parts) > MAX_NAMED)])
+    changes = any(CHANGES_BATCH.match(key) for key in run.settings)
+    return f"{text}; changes during the run" if changes else text
 
 
 def _steps(run: RecordedRun) -> str:
-    last, planned = (run.records[-1]["step"] if run.records else 0), run.setting("training.steps")
-    if not isinstance(planned, int):
+    last, planned = run.last_step, run.setting("training.steps", int)
+    if planned is None:
         return f"{last:,}"
     return f"{last:,} of {planned:,}" if last <= planned else f"{last:,}; training.steps is {planned:,} now"
 
@@ -177,7 +162,7 @@ def _resumed(run: RecordedRun) -> str:
     again = [event.step for event in run.since_start("resumed") if event.is_superseded]
     parts = [f"after step {step:,}" for step in steps]
     parts += [f"after step {step:,} (trained again later)" for step in sorted({*again} - {*steps})]
-    return ", ".join([*parts[:MAX_NAMED], *["..."] * (len(parts) > MAX_NAMED)])
+    return listed(parts)
 
 
 def _logged(run: RecordedRun) -> str:
@@ -188,23 +173,17 @@ def _logged(run: RecordedRun) -> str:
 
 
 def _layout(run: RecordedRun) -> str:
-    section = run.setting("parallelism")
-    if not isinstance(section, dict):
+    if not run.settings:
         return ""
-    degrees = {name: section.get(key) for key, name in LAYOUT.items()}
-    parts = [f"{name} {value}" for name, value in degrees.items() if isinstance(value, int) and value > 1]
+    degrees = {name: run.setting(f"parallelism.{key}", int) or 1 for key, name in LAYOUT.items()}
+    parts = [f"{name} {value}" for name, value in degrees.items() if value > 1]
     if degrees["shard"] == -1:
         world = run.env.get("world_size")
         if not isinstance(world, int):
             return ", ".join(["shard over all other ranks", *parts])
-        shards = world // int(np.prod([v for v in degrees.values() if isinstance(v, int) and v > 1] or [1]))
+        shards = world // math.prod(value for value in degrees.values() if value > 1)
         parts = [f"shard {shards}", *parts] if shards > 1 else parts
     return ", ".join(parts) or "unsharded"
-
-
-def _versions(run: RecordedRun) -> str:
-    parts = [f"{name} {run.env[name]}" for name in ("torch", "cuda", "python") if run.env.get(name)]
-    return ", ".join(parts)
 
 
 def _end_of_loss(run: RecordedRun) -> str:
@@ -231,7 +210,7 @@ def _validation_by_source(run: RecordedRun) -> str:
     keys = [key for key in run.keys if re.fullmatch(r"eval/.+/loss", key)]
     last = [(loss, key[len("eval/") : -len("/loss")]) for key in keys if (loss := run.last(key)) is not None]
     parts = [f"{name} {loss:.4f}" for loss, name in sorted(last, reverse=True)]
-    return ", ".join([*parts[:MAX_NAMED], *["..."] * (len(parts) > MAX_NAMED)])
+    return listed(parts)
 
 
 def _tasks(run: RecordedRun) -> str:
@@ -242,4 +221,4 @@ def _tasks(run: RecordedRun) -> str:
         accuracy, error = (run.last(f"tasks/{name}/{key}") for key in ("acc", "acc_stderr"))
         if accuracy is not None:
             parts.append(f"{name} {accuracy:.1%}" + (f" \N{PLUS-MINUS SIGN} {error:.1%}" if error else ""))
-    return ", ".join([*parts[:MAX_NAMED], *["..."] * (len(parts) > MAX_NAMED)])
+    return listed(parts)

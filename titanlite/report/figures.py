@@ -42,7 +42,7 @@ NOT_SHOWN = {
     "compile/graphs", "compile/seconds", *PAUSES.values(),
 }  # fmt: skip
 MAX_OTHERS = 40  # charts of a group
-MAX_MARKS = 300  # of a run: of resumes, of saves, and of other events
+MAX_MARKS = 300  # of a run: of stages, of saves, and of other events
 MARKS = {
     "stage": "solid: a stage begins",
     "resumed": "dashed: resumed", "rewound": "dotted: rewound", "skipped": "cross: skipped step",
@@ -94,18 +94,6 @@ def other_charts(runs: Sequence[RecordedRun]) -> list[Group]:
     return groups
 
 
-def x_label(runs: Sequence[RecordedRun]) -> str:
-    """Return the name of the usual x axis."""
-    have = {run.has_tokens for run in runs}
-    return (
-        "tokens, or steps where tokens are not recorded"
-        if len(have) == 2
-        else "tokens"
-        if True in have
-        else "steps"
-    )
-
-
 def loss_by_tokens(runs: Sequence[RecordedRun]) -> Chart:
     """Return the main chart."""
     lines, marks = list[Line](), list[Mark]()
@@ -115,7 +103,7 @@ def loss_by_tokens(runs: Sequence[RecordedRun]) -> Chart:
         marks += [mark for mark in marks_of(run, i) if mark.kind != "saved"]
     notes = ["thin: logged steps; thick: median over 3% of the run"] if _has_smooth(lines) else []
     notes += [_explained(marks)] if marks else []
-    return Chart("Training loss", x_label(runs), lines, "nats", "; ".join(notes), marks)
+    return Chart("Training loss", lines, "nats", "; ".join(notes), marks)
 
 
 def noisy_lines(run: int, series: Series, x: Floats) -> list[Line]:
@@ -138,32 +126,26 @@ def metric_chart(runs: Sequence[RecordedRun], key: str, title: str, unit: str) -
             lines += noisy_lines(i, series, series.tokens)
         else:
             lines.append(Line(i, *downsample(series.tokens, series.values, SMALL)))
-    return Chart(title, x_label(runs), [line for line in lines if len(line.x)], unit)
+    return Chart(title, [line for line in lines if len(line.x)], unit)
 
 
 def marks_of(run: RecordedRun, index: int) -> list[Mark]:
-    """Return the marks of one run: stages, resumes, saves, skipped steps, accepted outliers, spikes and
+    """Return the marks of one run: stages, saves, resumes, skipped steps, accepted outliers, spikes and
     rewinds."""
-    marks = _stage_marks(run, index)
-    resumes = run.resumes()[-MAX_MARKS:]
-    marks += [_mark(run, index, "resumed", step, f"resumed after step {step}") for step in resumes]
-    saves = sorted(run.saves())
-    marks += [_mark(run, index, "saved", step, f"saved step {step}") for step in saves[-MAX_MARKS:]]
-    events = run.happened("skipped", "accepted", "spike", "rewound")
-    marks += [_mark(run, index, event.kind, event.step, event.text) for event in events[:MAX_MARKS]]
-    if not run.events:  # a run of an older version: the count rises at logged steps
-        counted = run.series("train/skipped_steps")
-        for i in np.flatnonzero(np.diff(counted.values, prepend=0.0) > 0)[:MAX_MARKS]:
-            step, num = int(counted.steps[i]), counted.values[i]
-            marks.append(_mark(run, index, "skipped", step, f"skipped: {num:g} up to step {step}"))
-    return marks
+    saves = {event.step for event in run.happened("saved")} | {saved.step for saved in run.checkpoints}
+    events = run.happened("resumed", "skipped", "accepted", "spike", "rewound")
+    return [
+        *_stage_marks(run, index),
+        *(_mark(run, index, "saved", step, f"saved step {step}") for step in sorted(saves)[-MAX_MARKS:]),
+        *(_mark(run, index, event.kind, event.step, event.text) for event in events[:MAX_MARKS]),
+    ]
 
 
 def _stage_marks(run: RecordedRun, index: int) -> list[Mark]:
     """The marks of the stages that have begun, except for the first."""
     consumed = run.series(SEQUENCES).finite()
     marks = []
-    for stage in run.stages()[1 : MAX_MARKS + 1] if len(consumed) else []:
+    for stage in run.stages[1 : MAX_MARKS + 1] if len(consumed) else []:
         if stage.first_sequence < consumed.values[-1]:
             step = round(float(np.interp(stage.first_sequence, consumed.values, consumed.steps)))
             text = f"stage {stage.label} begins with sequence {stage.first_sequence:,}"
@@ -195,7 +177,7 @@ def _differences(runs: Sequence[RecordedRun]) -> list[Chart]:
         return []
     note = "area: two standard deviations of the noise of one logged step" if max(bands) else ""
     title = f"Training loss minus that of {runs[0].name}"
-    return [Chart(title, x_label(runs), lines, "nats", note, band=max(bands))]
+    return [Chart(title, lines, "nats", note, band=max(bands))]
 
 
 def _noise_scales(runs: Sequence[RecordedRun]) -> Chart:
@@ -203,7 +185,7 @@ def _noise_scales(runs: Sequence[RecordedRun]) -> Chart:
     scales = [(i, noise_scale(run)) for i, run in enumerate(runs)]
     lines = [Line(i, *downsample(scale.tokens, scale.values, SMALL)) for i, scale in scales if len(scale)]
     note = f"means of noise and signal over up to {NUM_AVERAGED} reports, then divided"
-    return Chart("Gradient noise scale", x_label(runs), lines, "sequences", note)
+    return Chart("Gradient noise scale", lines, "sequences", note)
 
 
 def _expert_loads(runs: Sequence[RecordedRun]) -> Chart:
@@ -219,7 +201,9 @@ def _expert_loads(runs: Sequence[RecordedRun]) -> Chart:
         lines.append(Line(i, x, loads_LE.mean(0), "smooth"))
         steps.append(f"{run.name}: step {run.expert_loads.step:,}")
     note = f"thick: mean of the layers; thin: highest and lowest of the layers; {', '.join(steps)}"
-    return Chart("Loads of experts", "experts of a layer, by load", lines, "tokens over the mean", note)
+    return Chart(
+        "Loads of experts", lines, "tokens over the mean", note, x_label="experts of a layer, by load"
+    )
 
 
 def noise_scale(run: RecordedRun) -> Series:
@@ -260,7 +244,7 @@ def _by_cost(
         if x is not None:
             lines += noisy_lines(i, run.series(key), x)[-1:]  # the smoothed line only
     note = "median over 3% of the run" if _has_smooth(lines) else ""
-    return Chart(title, label, lines, "nats", note)
+    return Chart(title, lines, "nats", note, x_label=label)
 
 
 def _hours_at(run: RecordedRun, key: str) -> Floats | None:
@@ -275,7 +259,7 @@ def _hours_at(run: RecordedRun, key: str) -> Floats | None:
 def _flops_at(run: RecordedRun) -> Floats | None:
     """The model FLOPs of a run at each logged loss: tokens times FLOPs per token, by its throughput."""
     flops, tokens = run.series("throughput/tflops"), run.series("throughput/tokens_per_second_per_device")
-    if not run.has_tokens or len(flops) != len(tokens) or not len(flops):
+    if len(flops) != len(tokens) or not len(flops):
         return None
     per_token = 1e12 * np.nanmedian(flops.values / np.maximum(tokens.values, 1e-9))
     return run.series(LOSS).tokens * per_token if np.isfinite(per_token) else None

@@ -1,6 +1,5 @@
 "use strict";
 // Draws the charts at the width of the window, with logarithmic axes, zoom, and values under the pointer.
-// The numbers below and the functions short() and ticks() are those of charts.py.
 (() => {
   const page = JSON.parse(document.getElementById("data").textContent);
   const HEIGHT = 260, LEFT = 58, RIGHT = 14, TOP = 12, BOTTOM = 40, COLORS = 8, FEW = 60;
@@ -74,7 +73,6 @@
       this.figure = figure;
       this.data = page.charts[Number(figure.dataset.chart)];
       this.svg = figure.querySelector("svg");
-      this.svg.classList.add("live");
       this.log = { x: false, y: false };
       this.zoomed = null;
       this.tip = document.createElement("div");
@@ -155,6 +153,7 @@
       if (!Number.isFinite(x)) return;
       const shapes = {
         saved: `M${x} ${bottom}v-8`, skipped: `M${x - 3} ${TOP}l6 6m0 -6l-6 6`, spike: `M${x - 4} ${TOP}h8l-4 7z`,
+        accepted: `M${x - 3} ${TOP + 3}h6m-3 -3v6`,
       };
       const d = shapes[mark.kind] || `M${x} ${TOP}V${bottom}`;
       const node = add(parent, "path", { class: `mark ${mark.kind} run${mark.run % COLORS}`, d });

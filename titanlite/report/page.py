@@ -19,13 +19,14 @@ from titanlite import commands
 from titanlite.config.paths import check_output_file
 from titanlite.files import write_atomically
 from titanlite.log import printable, tell
-from titanlite.report.charts import NUM_COLORS, Chart, data, svg
+from titanlite.report.charts import Chart, data
 from titanlite.report.facts import all_verdicts, changed_keys, facts
 from titanlite.report.figures import Group, main_charts, other_charts
 from titanlite.report.recorded_run import RecordedRun, names_of, read_run
 from titanlite.report.timeline import duration, timeline
 from titanlite.report.verdicts import Verdict
 
+NUM_COLORS = 8  # .run0 to .run7 in page.css
 MAX_SAMPLE_STEPS = 3  # the last steps with samples
 MAX_CHARACTERS = 3000  # of one sample
 MAX_EVENTS = 50  # the newest ones of each run
@@ -63,6 +64,7 @@ def report(runs: Sequence[RecordedRun], price: float | None = None) -> str:
         _facts(runs, price),
         "<h2>Charts</h2>",
         '<p class="faint">Drag over a chart to zoom in, double-click to see all of it again.</p>',
+        "<noscript><p>The charts need JavaScript.</p></noscript>",
         '<div class="grid-of-charts">',
         *(_figure(chart, next(numbers)) for chart in charts),
         "</div>",
@@ -167,9 +169,10 @@ def _facts(runs: Sequence[RecordedRun], price: float | None) -> str:
 def _figure(chart: Chart, number: int) -> str:
     unit = f'<span class="faint">{text(chart.unit)}</span>' if chart.unit else ""
     note = f'<p class="faint">{text(chart.note)}</p>' if chart.note else ""
+    label = text(f"{chart.title}, by {chart.x_label}")
     return (
         f'<figure data-chart="{number}"><figcaption>{text(chart.title)} {unit}<span class="buttons"></span>'
-        f"</figcaption>{svg(chart)}{note}</figure>"
+        f'</figcaption><svg role="img" aria-label="{label}"></svg>{note}</figure>'
     )
 
 
@@ -250,9 +253,10 @@ def _changed_keys(runs: Sequence[RecordedRun]) -> str:
     if len(runs) < 2:
         return ""
     changed = changed_keys(runs)
-    table = _table(_heads(runs), changed.items(), is_code=True) if changed else "<p>None.</p>"
-    if not all(run.job for run in runs):
+    if changed is None:
         table = '<p class="faint">Not known: a job.toml is missing or damaged.</p>'
+    else:
+        table = _table(_heads(runs), changed.items(), is_code=True) if changed else "<p>None.</p>"
     return f"<h2>Keys that differ</h2>\n{table}"
 
 

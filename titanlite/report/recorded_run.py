@@ -1,13 +1,12 @@
-"""Reads the files of a run folder: returns all readable records, and names all faults in `problems`."""
+"""Reads the files of a run folder, which may be damaged or edited: `problems` names all that is left out."""
 
 from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +24,10 @@ EXPERT_LOADS = "expert_loads.jsonl"
 SAMPLES, SOURCES = "samples.txt", "sources.json"
 TOKENS, SEQUENCES = "progress/total_tokens", "progress/sequences"
 MAX_STEP = 2**53
-MAX_NAMED = 5  # holes, lines and the like that are named one by one
+MAX_NAMED = 5  # lines, sources and the like that are named one by one
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
-Record = dict[str, Any]  # one line of metrics.jsonl
+Record = dict[str, Any]  # one line of metrics.jsonl: the step, numbers as floats, and texts such as hashes
 
 
 class SourceShare(NamedTuple):
@@ -75,127 +74,83 @@ class RecordedLoads(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RecordedRun:
-    """The content of the files of one run. `records` have one entry per logged step, in the order of steps.
-    `superseded` are records of steps that the run took again after a resume or a rewind, in the order of the
-    file."""
+    """The content of the files of one run. `records`: one per logged step, in the order of steps.
+    `superseded`: the records of steps that the run took again after a resume or a rewind, in the order of the
+    file. `settings`: job.toml as a table with dotted keys; tables in lists are numbered from 0. `about`: the
+    comments at the top of job.toml: shape and size of the model, groups of the optimizer. `expert_loads`: the
+    newest."""
 
     name: str
     folder: Path
     records: list[Record]
     superseded: list[Record]
-    job: dict[str, Any]
-    about: list[
-        str
-    ]  # the comments at the top of job.toml: the model's shape and size, the optimizer's groups
+    settings: dict[str, Any]
+    about: list[str]
     env: dict[str, Any]
     samples: dict[int, list[str]]  # step: generated texts
     checkpoints: list[SavedCheckpoint]
     events: list[RunEvent] = field(default_factory=list)
+    stages: list[RecordedStage] = field(default_factory=list)
     sources: list[SourceShare] = field(default_factory=list)
-    expert_loads: RecordedLoads | None = None  # the newest
+    expert_loads: RecordedLoads | None = None
     problems: list[str] = field(default_factory=list)
 
     @cached_property
     def keys(self) -> list[str]:
         """The names of all metrics with at least one number, sorted."""
-        return sorted({k for r in self.records for k in r if k != "step" and number(r[k]) is not None})
+        return sorted({key for record in self.records for key in record if isinstance(record[key], float)})
 
-    @cached_property
-    def has_tokens(self) -> bool:
-        """Whether the records count tokens. If not, steps stand for tokens."""
-        return any(_valid_tokens(record) for record in self.records)
-
-    @cached_property
-    def _tokens(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        steps = np.array([r["step"] for r in self.records], np.float64)
-        if not self.has_tokens:
-            return steps
-        have = [r for r in self.records if _valid_tokens(r)]
-        known = np.array([r["step"] for r in have], np.float64)
-        return np.interp(steps, known, np.array([r[TOKENS] for r in have], np.float64))
+    @property
+    def last_step(self) -> int:
+        """The last logged step."""
+        return int(self.records[-1]["step"])
 
     def series(self, key: str) -> Series:
         """Return the series of one metric at the steps that have it."""
         if key not in self._series:
-            self._series[key] = self._make_series(key)
+            have = [record for record in self.records if isinstance(record.get(key), float)]
+            steps = np.array([record["step"] for record in have], np.int64)
+            tokens, values = (np.array([record[k] for record in have], np.float64) for k in (TOKENS, key))
+            self._series[key] = Series(steps, tokens, values)
         return self._series[key]
 
     @cached_property
     def _series(self) -> dict[str, Series]:
         return {}
 
-    def _make_series(self, key: str) -> Series:
-        values = [number(record.get(key)) for record in self.records]
-        at = np.array([i for i, value in enumerate(values) if value is not None], np.int64)
-        steps = np.array([record["step"] for record in self.records], np.int64)
-        return Series(steps[at], self._tokens[at], np.array([v for v in values if v is not None], np.float64))
-
     def last(self, key: str) -> float | None:
         """Return the last finite value of a metric."""
         values = self.series(key).finite().values
         return float(values[-1]) if len(values) else None
 
-    def setting(self, key: str) -> Any:
-        """Return the value of a key of job.toml, such as `optimizer.lr`; None if it is not there."""
-        node: Any = self.job
-        for part in key.split("."):
-            node = node.get(part) if isinstance(node, dict) else None
-        return node
+    def setting(self, key: str, *kinds: type) -> Any:
+        """Return the value of a key of job.toml, such as `optimizer.lr`; None if it is not there, or is of
+        none of these types."""
+        value = self.settings.get(key)
+        return value if isinstance(value, kinds or object) else None
 
     def epochs(self, step: int) -> str:
         """Return how many epochs of each source the run had read by a step, as text; empty if that is not
         known."""
         consumed = self.series(SEQUENCES).finite()
-        if not len(consumed) or not self.sources:
+        if not len(consumed):
             return ""
         num = float(np.interp(step, consumed.steps, consumed.values))
-        parts = [f"{source.epochs(num):.2f} of {source.label}" for source in self.sources[:MAX_NAMED]]
-        return ", ".join([*parts, *["..."] * (len(self.sources) > MAX_NAMED)])
-
-    def stages(self) -> list[RecordedStage]:
-        """Return the stages of the run; none if it has no [[stages]], or if their places cannot be read."""
-        tables, first, stages = self.setting("stages"), 0, list[RecordedStage]()
-        before: Any = None
-        for i, table in enumerate(tables if isinstance(tables, list) else [], 1):
-            table = table if isinstance(table, dict) else {}
-            name, until = str(table.get("name", "")), str(table.get("until", ""))
-            kind = table.get("weights"), table.get("seq_len")
-            changes_loss = before not in (None, kind)
-            stages.append(RecordedStage(f"{i} ({name})" if name else f"{i}", first, changes_loss))
-            before = kind
-            end = re.fullmatch(r"(\d{1,18}) sequences", until)
-            if end is None:
-                return stages if until == "end" else []
-            first = int(end[1])
-        return []
+        return listed([f"{source.epochs(num):.2f} of {source.label}" for source in self.sources])
 
     def loss_changes(self) -> list[int]:
         """Return the last step before each stage that has begun and whose losses cannot be compared with
         those before it; estimated if not every step is logged."""
         consumed = self.series(SEQUENCES).finite()
-        firsts = [stage.first_sequence for stage in self.stages() if stage.changes_loss]
+        firsts = [stage.first_sequence for stage in self.stages if stage.changes_loss]
         if not len(consumed):
             return []
         steps = np.ceil(np.interp(firsts, consumed.values, consumed.steps))
         return [int(step) for step in steps if step < consumed.steps[-1]]
 
-    def skipped_sequences(self) -> list[tuple[int, int]]:
-        """Return the first and the last number of the ranges of sequences that the run skips for good."""
-        by_hand = self.setting("data.skip_sequences")
-        ranges = (
-            [tuple(pair) for pair in by_hand if isinstance(pair, list)] if isinstance(by_hand, list) else []
-        )
-        abouts = [event.about for event in self.rewinds()]
-        ranges += [(about.get("first_sequence"), about.get("last_sequence")) for about in abouts]
-        return sorted({r for r in ranges if len(r) == 2 and all(type(number) is int for number in r)})
-
-    def rewinds(self) -> list[RunEvent]:
-        """Return the rewinds of the run, also those to steps that were trained again later."""
-        return self.since_start("rewound")
-
     def since_start(self, kind: str) -> list[RunEvent]:
-        """Return the events of a kind, also those of steps that were trained again later. Events from before
-        a restart (checkpoint.restart) were of another run."""
+        """Return the events of a kind, also of steps that were trained again later. Events from before a
+        restart (checkpoint.restart) were of another run."""
         kinds = [event.kind for event in self.events]
         num_before = len(kinds) - kinds[::-1].index("started") if "started" in kinds else 0
         return [event for event in self.events[num_before:] if event.kind == kind]
@@ -204,27 +159,19 @@ class RecordedRun:
         """Return the events of these kinds whose steps were not trained again later."""
         return [event for event in self.events if event.kind in kinds and not event.is_superseded]
 
-    def saves(self) -> set[int]:
-        """Return the steps after which the run was saved. For checkpoints that no longer exist it is the
-        logged step before the record that has the time of the save."""
-        known, estimated = sorted(saved.step for saved in self.checkpoints), set[int]()
-        for before, record in pairwise(self.records):
-            if (number(record.get("checkpoint/stall_s")) or 0) > 0:
-                at = bisect_left(known, before["step"])
-                if at == len(known) or known[at] >= record["step"]:
-                    estimated.add(before["step"])
-        return estimated.union(known)
-
     def resumes(self) -> list[int]:
-        """Return the steps after which the run was started again. A later rewind removes the record of the
-        first step of a start, and runs of older versions have no events."""
-        started = [r["step"] - 1 for r in self.records if number(r.get("time/to_first_step_s")) is not None]
-        resumed = [event.step for event in self.happened("resumed")]
-        return sorted({step for step in [*started, *resumed] if step > 0})
+        """Return the steps after which the run was started again."""
+        return sorted({event.step for event in self.happened("resumed")})
+
+
+def listed(texts: Sequence[str], most: int = MAX_NAMED) -> str:
+    """Return the first texts, separated by commas, and `...` if there are more."""
+    return ", ".join([*texts[:most], *["..."] * (len(texts) > most)])
 
 
 def number(value: Any) -> float | None:
-    """Return a metric as a number, or None if it is something else, such as a hash."""
+    """Return a value of a JSON file as a float, infinite if it is too large; None for a text that is not a
+    number, and for anything else."""
     if isinstance(value, str):
         return NON_FINITE.get(value.lower())
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -243,27 +190,28 @@ def read_run(folder: Path, name: str) -> RecordedRun:
     if data is None:
         reason = problems[0] if problems else f"{METRICS} is missing"
         inside = sorted(str(path.parent) for path in folder.glob(f"*/{METRICS}"))
-        runs = f"; it has the runs {', '.join(inside[:MAX_NAMED])}" if inside else ""
-        runs += ", ..." if len(inside) > MAX_NAMED else ""
+        runs = f"; it has the runs {listed(inside)}" if inside else ""
         raise ConfigError(f"{folder} is not a run folder with metrics: {reason}{runs}")
-    records = _one_per_step(_records(data, METRICS, problems), problems)
-    if not records:
+    # Only an edited file has two records of a step: a run moves the first one to SUPERSEDED.
+    by_step = {record["step"]: record for record in _metrics(data, METRICS, problems)}
+    if not by_step:
         raise ConfigError(f"{folder / METRICS} has no record" + (f": {problems[0]}" if problems else ""))
-    superseded = _records(_bytes(folder / SUPERSEDED, problems) or b"", SUPERSEDED, problems)
-    _name_holes(records, problems)
-    job, about = _job(folder, problems)
-    events = _bytes(folder / EVENTS, problems, "spikes, rewinds and the like")
+    superseded = _bytes(folder / SUPERSEDED, problems) or b""
+    tree, about = _job(folder, problems)
+    settings = flatten(tree)
+    events = _bytes(folder / EVENTS, problems, "spikes, rewinds and the like") or b""
     return RecordedRun(
         name=name,
         folder=folder,
-        records=records,
-        superseded=superseded,
-        job=job,
+        records=[by_step[step] for step in sorted(by_step)],
+        superseded=_metrics(superseded, SUPERSEDED, problems),
+        settings=settings,
         about=about,
         env=_env(folder, problems),
         samples=_samples(folder, problems),
-        checkpoints=_checkpoints(folder, job),
-        events=events_of(_records(events or b"", EVENTS, problems)),
+        checkpoints=_checkpoints(folder / str(settings.get("checkpoint.folder", "checkpoint"))),
+        events=events_of(_records(events, EVENTS, problems)),
+        stages=_stages(tree.get("stages")),
         sources=_sources(folder, problems),
         expert_loads=_expert_loads(folder, problems),
         problems=problems,
@@ -294,7 +242,9 @@ def _bytes(path: Path, problems: list[str], not_known: str = "") -> bytes | None
         return None
 
 
-def _records(data: bytes, name: str, problems: list[str]) -> list[Record]:
+def _records(data: bytes, name: str, problems: list[str], required: str = "step") -> list[Record]:
+    """The lines of a file of JSON lines that are objects with a step and, under the key `required`, a finite
+    number."""
     records, damaged = [], []
     for i, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
@@ -302,63 +252,69 @@ def _records(data: bytes, name: str, problems: list[str]) -> list[Record]:
         try:
             record = json_file.parse(line.decode())
             json_file.expect(record, step=int)
-            if not 0 <= record["step"] < MAX_STEP:
-                raise ValueError("no step has this number")
+            value = number(record[required])
+            if value is None or not math.isfinite(value) or not 0 <= record["step"] < MAX_STEP:
+                raise ValueError
             records.append(record)
-        except ValueError:
+        except (KeyError, ValueError):
             damaged.append(i)
     if damaged and damaged[-1] == data.count(b"\n") + 1:  # without an end of its line
         damaged.pop()
         problems.append(f"{name}: the last record was cut short, as by a kill, and is left out")
     if damaged:
-        shown = ", ".join(map(str, damaged[:MAX_NAMED])) + (", ..." if len(damaged) > MAX_NAMED else "")
         lines = f"{len(damaged)} line{'s' if len(damaged) > 1 else ''}"
+        shown = listed([str(i) for i in damaged])
         problems.append(f"{name}: damaged records are left out, in {lines}: {shown}")
     return records
 
 
-def _one_per_step(records: list[Record], problems: list[str]) -> list[Record]:
-    """The records in the order of steps; of several for one step, the last."""
-    by_step = {record["step"]: record for record in records}
-    if len(by_step) < len(records):
-        num = len(records) - len(by_step)
-        problems.append(f"{METRICS}: {num} steps are recorded again later; the last record of each is shown")
-    for key in (TOKENS, "train/loss"):
-        num = sum(number(record.get(key)) is None for record in by_step.values())
-        if num:
-            problems.append(f"{METRICS}: {num} of {len(by_step)} records have no {key}")
-    return [by_step[step] for step in sorted(by_step)]
-
-
-def _name_holes(records: list[Record], problems: list[str]) -> None:
-    steps = np.array([record["step"] for record in records], np.int64)
-    gaps = np.diff(steps)
-    if len(gaps) < 2:
-        return
-    holes = np.flatnonzero(gaps > 3 * np.median(gaps))
-    for i in holes[:MAX_NAMED]:
-        problems.append(f"{METRICS}: nothing is recorded between steps {steps[i]} and {steps[i + 1]}")
-    if len(holes) > MAX_NAMED:
-        problems.append(f"{METRICS}: {len(holes) - MAX_NAMED} more such holes")
-
-
-def _valid_tokens(record: Record) -> bool:
-    tokens = number(record.get(TOKENS))
-    return tokens is not None and math.isfinite(tokens)
+def _metrics(data: bytes, name: str, problems: list[str]) -> list[Record]:
+    """The records of metrics.jsonl, with all numbers as floats. Each has the number of tokens."""
+    records = _records(data, name, problems, required=TOKENS)
+    for record in records:
+        numbers = {key: number(value) for key, value in record.items() if key != "step"}
+        record |= {key: value for key, value in numbers.items() if value is not None}
+    return records
 
 
 def _job(folder: Path, problems: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The tree of job.toml, and the comments at its top."""
     data = _bytes(folder / "job.toml", problems, "settings")
-    if data is None:
-        return {}, []
     try:
-        text = data.decode()
+        text = (data or b"").decode()
         tree = toml.parse(text)
-    except ValueError as e:
+        flatten(tree)
+    except (ValueError, RecursionError) as e:
         problems.append(f"job.toml cannot be read: {e}")
         return {}, []
     head = text.partition("\n\n")[0].splitlines()
     return tree, [line[2:] for line in head if line.startswith("# ")]
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a nested table as one table with dotted keys. Tables in lists are numbered from 0."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            value = {str(i): item for i, item in enumerate(value)}
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _stages(tables: Any) -> list[RecordedStage]:
+    """The stages of the job; none if it has no [[stages]], or if their places cannot be read."""
+    stages, first, before = list[RecordedStage](), 0, None
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        return []
+    for i, table in enumerate(tables, 1):
+        name, until = table.get("name"), table.get("until")
+        kind = table.get("weights"), table.get("seq_len")
+        stages.append(RecordedStage(f"{i} ({name})" if name else f"{i}", first, before not in (None, kind)))
+        before, end = kind, re.fullmatch(r"(\d{1,18}) sequences", str(until))
+        if end is None:
+            return stages if until == "end" else []
+        first = int(end[1])
+    return []
 
 
 def _env(folder: Path, problems: list[str]) -> dict[str, Any]:
@@ -379,21 +335,15 @@ def _sources(folder: Path, problems: list[str]) -> list[SourceShare]:
         return [_source(entry) for entry in tree["sources"]]
     except FileNotFoundError:
         problems.append(f"there is no {SOURCES}: epochs are not known")
-    except (OSError, ValueError) as e:
+    except (OSError, TypeError, ValueError) as e:
         problems.append(f"{SOURCES} cannot be read: {e}")
     return []
 
 
 def _source(entry: Any) -> SourceShare:
-    json_file.expect(entry, source=str, sequences=int)
-    pairs = entry.get("stages", [[0, entry.get("share")]])
-    pairs = pairs if isinstance(pairs, list) else []
-    shares = list[tuple[int, float]]()
-    for first, share in (pair for pair in pairs if isinstance(pair, list) and len(pair) == 2):
-        share = number(share)
-        if type(first) is int and share is not None and 0 <= share <= 1:
-            shares.append((first, share))
-    if not shares or len(shares) < len(pairs) or not 0 < entry["sequences"] < MAX_STEP:
+    json_file.expect(entry, source=str, share=float, sequences=int)
+    shares = [(int(first), float(share)) for first, share in entry.get("stages", [(0, entry["share"])])]
+    if not 0 < entry["sequences"] < MAX_STEP or not all(0 <= share <= 1 for _, share in shares):
         raise ValueError(f"{entry['source']} has no possible share and number of sequences")
     return SourceShare(entry["source"], shares, entry["sequences"])
 
@@ -406,10 +356,8 @@ def _expert_loads(folder: Path, problems: list[str]) -> RecordedLoads | None:
     newest = max(records, key=lambda record: record["step"])
     try:
         tokens_LE = np.array(list(newest["tokens"].values()), np.float64)
-        sums_L = tokens_LE.sum(axis=-1)
-        is_possible = (tokens_LE >= 0).all() and ((sums_L >= 1) & np.isfinite(sums_L)).all()
-        if tokens_LE.ndim != 2 or not is_possible:
-            raise ValueError("no numbers of tokens")
+        if tokens_LE.ndim != 2 or tokens_LE.min() < 0 or tokens_LE.sum(1).min() < 1:
+            raise ValueError
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         problems.append(f"{EXPERT_LOADS}: the loads of step {newest['step']} cannot be read")
         return None
@@ -418,26 +366,18 @@ def _expert_loads(folder: Path, problems: list[str]) -> RecordedLoads | None:
 
 def _samples(folder: Path, problems: list[str]) -> dict[int, list[str]]:
     text = (_bytes(folder / SAMPLES, problems) or b"").decode(errors="replace")
-    heads = list(re.finditer(r"^--- step (\d{1,18})\n", text, flags=re.MULTILINE))
-    if text.strip() and not heads:
-        problems.append(f"{SAMPLES} has no line that begins a sample")
+    _, *parts = re.split(r"^--- step (\d{1,18})\n", text, flags=re.MULTILINE)
     samples: dict[int, list[str]] = {}
-    for head, after in zip(heads, [*heads[1:], None]):
-        body = text[head.end() : after.start() if after else len(text)].removesuffix("\n")
-        samples.setdefault(int(head[1]), []).append(body)
+    for step, body in zip(parts[::2], parts[1::2]):
+        samples.setdefault(int(step), []).append(body.removesuffix("\n"))
     return samples
 
 
-def _checkpoints(folder: Path, job: dict[str, Any]) -> list[SavedCheckpoint]:
-    section = job.get("checkpoint")
-    name = section.get("folder", "checkpoint") if isinstance(section, dict) else "checkpoint"
-    if not isinstance(name, str):
-        name = "checkpoint"
+def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
     try:
-        committed = commit.list_committed(folder / name)
+        return [_checkpoint(step, path) for step, path in commit.list_committed(folder)]
     except (OSError, ValueError):
         return []
-    return [_checkpoint(step, path) for step, path in committed]
 
 
 def _checkpoint(step: int, path: Path) -> SavedCheckpoint:

@@ -15,7 +15,7 @@ from functools import cache
 import numpy as np
 
 from titanlite.report.estimates import Floats
-from titanlite.report.recorded_run import Record, RecordedRun, number
+from titanlite.report.recorded_run import Record, RecordedRun
 
 # Causes of time that is not spent on new steps, with the metric that records them.
 PAUSES = {
@@ -120,7 +120,7 @@ def _seconds(record: Record, num_steps: int, typical_s: float) -> dict[str, floa
     """The time of one record by cause."""
     seconds = {cause: _of(record, key) for cause, key in PAUSES.items()}
     compile_s = _of(record, COMPILE)
-    if number(record.get(FIRST_STEP)) is not None:
+    if FIRST_STEP in record:
         num_steps = 1  # the first step of a process; those since the record before were another process's
         step_s = min(typical_s, _of(record, STEP))
         seconds["start"] = max(_of(record, FIRST_STEP) - step_s - compile_s, 0.0)
@@ -131,5 +131,6 @@ def _seconds(record: Record, num_steps: int, typical_s: float) -> dict[str, floa
 
 
 def _of(record: Record, key: str) -> float:
-    value = number(record.get(key))
-    return value if value is not None and 0 <= value < 1e12 else 0.0
+    """A number of a record; 0 if it is missing or no possible time or speed."""
+    value = record.get(key)
+    return value if isinstance(value, float) and 0 <= value < 1e12 else 0.0

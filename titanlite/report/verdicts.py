@@ -1,26 +1,22 @@
 """Verdicts on one run: statements about its metrics that the noise of these metrics does not explain.
 
-Each function takes series and returns the verdicts that hold, usually none. A verdict states an observation,
-never its cause. docs/report.md has the rules. Fewer than MIN_POINTS logged losses give no verdict on the
-loss, because noise cannot be told from a trend. Losses are not compared across the beginning of a stage with
-other sources or another sequence length.
+Each function takes series or events and returns the verdicts that hold, usually none. A verdict states an
+observation, never its cause. docs/report.md has the rules. Fewer than MIN_POINTS logged losses give no
+verdict on the loss, because noise cannot be told from a trend. Losses are not compared across the beginning
+of a stage with other sources or another sequence length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
 from titanlite.report.estimates import (
-    MAD_TO_SIGMA,
-    MAX_ELEMENTS,
     MEDIAN_ERROR,
     Estimate,
-    Floats,
     Series,
     noise,
     rolling_median,
@@ -29,11 +25,10 @@ from titanlite.report.estimates import (
     windows,
 )
 from titanlite.report.events import RunEvent
-from titanlite.report.recorded_run import RecordedRun
+from titanlite.report.recorded_run import RecordedRun, number
 
 MIN_POINTS = 200  # logged values; fewer give no verdict
 SURE = 4.0  # standard errors of a trend; 3 would be enough for independent noise, correlated noise needs 4
-SPIKE_WINDOW = 64  # points whose median is the level before a spike
 MAX_SPIKES = 5  # verdicts on single spikes
 FLAT = 0.02  # nats per doubling of tokens: a trend that is surely weaker is a plateau
 FLAT_SHARE = 0.25  # and so is a trend that is surely weaker than this share of the run's earlier trend
@@ -56,39 +51,25 @@ class Verdict:
 
 def verdicts_of(run: RecordedRun) -> list[Verdict]:
     """Return all verdicts on one run, the bad ones first, then in the order of steps."""
-    loss, max_norm = run.series("train/loss"), run.setting("training.max_norm")
-    loss_changes, num_skipped = run.loss_changes(), run.series("train/skipped_steps").finite()
-    newest = _parts(loss, loss_changes)[-1]
+    loss, max_norm = run.series("train/loss"), run.setting("training.max_norm", int, float) or 0.0
+    newest = loss.after(run.loss_changes()[-1]) if run.loss_changes() else loss
     if run.setting("training.clip") == "tensor":
         max_norm = 0.0  # not used after the first 100 steps
     verdicts = [
         *not_finite(loss, run.series("train/targets")),
         *diverged(newest),
-        *rewound(run.rewinds()),
+        *rewound(run.since_start("rewound")),
         *low_precision(run.series("numerics/loss_minus_fp32")),
-        *spikes(
-            loss,
-            num_skipped,
-            run.series("progress/sequences").finite(),
-            run.skipped_sequences(),
-            run.happened("spike"),
-            loss_changes,
-        ),
+        *spikes(run.happened("spike")),
         *trend(newest, run.series("train/learning_rate")),
-        *_with_epochs(run, overfitting(newest, run.series("eval/loss"))),
+        *(_with_epochs(run, verdict) for verdict in overfitting(newest, run.series("eval/loss"))),
         *noisier(newest),
-        *skipped(num_skipped, run.happened("skipped")),
-        *clipping(run.series("train/grad_norm"), max_norm if isinstance(max_norm, (int, float)) else 0.0),
+        *skipped(run.happened("skipped")),
+        *clipping(run.series("train/grad_norm"), max_norm),
         *slower(run.series("throughput/tokens_per_second"), run.series("time/data_wait_pct"), run.resumes()),
     ]
     order = {"bad": 0, "note": 1, "good": 2}
     return sorted(verdicts, key=lambda verdict: (order[verdict.weight], verdict.step or 0))
-
-
-def _parts(loss: Series, loss_changes: Sequence[int]) -> list[Series]:
-    """The losses up to each of the steps `loss_changes`, and those after the last."""
-    edges = np.searchsorted(loss.steps, loss_changes, side="right")
-    return [loss[a:b] for a, b in pairwise([0, *edges, len(loss)])]
 
 
 def nats(value: float) -> str:
@@ -113,28 +94,26 @@ def not_finite(loss: Series, num_targets: Series) -> list[Verdict]:
     return [Verdict("not finite", text, f"{num} of {len(loss):,} logged losses, {where}", int(first), "bad")]
 
 
-def skipped(skipped_steps: Series, events: Sequence[RunEvent] = ()) -> list[Verdict]:
-    """Steps whose update was skipped. `skipped_steps`: their number so far. `events`: those of skipped
-    steps."""
-    rises = np.flatnonzero(np.diff(skipped_steps.values, prepend=0.0) > 0)
-    if not len(rises):
+def skipped(events: Sequence[RunEvent]) -> list[Verdict]:
+    """Steps whose update was skipped."""
+    if not events:
         return []
-    num, first = int(skipped_steps.values[-1]), int(skipped_steps.steps[rises[0]])
-    text = f"{num} step{'s' if num > 1 else ''} skipped"
-    shown = ", ".join(f"{step:,}" for step in skipped_steps.steps[rises[:10]])
-    evidence = f"the count rose before logged steps {shown}" + (", ..." if len(rises) > 10 else "")
-    if events:
-        evidence = _listed([event.text for event in events])
-    return [Verdict("skipped steps", text, evidence, events[0].step if events else first, "note")]
+    text = f"{len(events)} step{'s' if len(events) > 1 else ''} skipped"
+    return [Verdict("skipped steps", text, _in_lines(events), events[0].step, "note")]
 
 
 def rewound(rewinds: Sequence[RunEvent]) -> list[Verdict]:
-    """Rewinds of the run, also those to steps that were trained again later."""
+    """Rewinds of the run, also to steps that were trained again later."""
     if not rewinds:
         return []
     times = f"{len(rewinds)} times" if len(rewinds) > 1 else "once"
-    evidence = _listed([event.text for event in rewinds])
-    return [Verdict("rewound", f"the run rewound {times}", evidence, rewinds[0].step, "note")]
+    return [Verdict("rewound", f"the run rewound {times}", _in_lines(rewinds), rewinds[0].step, "note")]
+
+
+def _in_lines(events: Sequence[RunEvent], most: int = 5) -> str:
+    """The first events, one to a line, and the number of the remaining ones."""
+    texts = [event.text for event in events]
+    return "\n".join([*texts[:most], *([f"{len(texts) - most} more"] if len(texts) > most else [])])
 
 
 def low_precision(loss_minus_fp32: Series) -> list[Verdict]:
@@ -155,139 +134,18 @@ def low_precision(loss_minus_fp32: Series) -> list[Verdict]:
     return [Verdict("low precision", headline, evidence, int(last.steps[0]), "bad")]
 
 
-def _listed(texts: Sequence[str], most: int = 5) -> str:
-    """The first texts, one to a line, and how many more there are."""
-    return "\n".join([*texts[:most], *([f"{len(texts) - most} more"] if len(texts) > most else [])])
-
-
-def spikes(
-    loss: Series,
-    skipped_steps: Series | None = None,
-    consumed: Series | None = None,
-    skipped_sequences: Sequence[tuple[int, int]] = (),
-    events: Sequence[RunEvent] = (),
-    loss_changes: Sequence[int] = (),
-) -> list[Verdict]:
-    """Spikes in the logged losses, and those that only the guard has found, which judges every step.
-    `skipped_steps`: the number of skipped steps so far. `consumed`: the number of sequences consumed so far.
-    `skipped_sequences`: ranges of sequences that the run skips for good. `events`: the guard's spikes.
-    `loss_changes`: steps after which losses cannot be compared with those before."""
-    loss = loss.finite()
-    parts = _parts(loss, loss_changes) if len(loss) >= MIN_POINTS else []
-    logged = [
-        verdict
-        for part in parts
-        for verdict in _logged_spikes(part, skipped_steps, consumed, skipped_sequences)
-    ]
-    gap = float(np.median(np.diff(loss.steps))) if len(loss) > 1 else 0.0
-    begins = [verdict.step or 0 for verdict in logged]
-    others = [_spike_of_event(event) for event in events if not _is_among(begins, event, gap)]
-    verdicts = sorted([*logged, *others], key=lambda verdict: verdict.step or 0)
-    if len(verdicts) > MAX_SPIKES:
-        rest = f"; {len(verdicts) - MAX_SPIKES} more spikes of this run are not listed"
-        last = verdicts[MAX_SPIKES - 1]
-        return [*verdicts[: MAX_SPIKES - 1], replace(last, evidence=last.evidence + rest)]
+def spikes(events: Sequence[RunEvent]) -> list[Verdict]:
+    """Spikes that the guard has found, which judges every step, logged or not."""
+    verdicts = []
+    for event in events[:MAX_SPIKES]:
+        height = number(event.about.get("height"))
+        by = "" if height is None else f" by {height:.3g} nats"
+        headline = f"the loss spiked{by} at step {event.start_step:,}"
+        verdicts.append(Verdict("spike", headline, event.text, event.start_step, "bad"))
+    if (num := len(events) - MAX_SPIKES) > 0:
+        rest = f"; {num} more spikes of this run are not listed"
+        verdicts[-1] = replace(verdicts[-1], evidence=verdicts[-1].evidence + rest)
     return verdicts
-
-
-def _is_among(begins: Sequence[int], event: RunEvent, gap: float) -> bool:
-    """Whether one of the spikes that begin at these logged steps is that of an event: whether they begin
-    within the number of steps that made it certain and `gap` steps of each other."""
-    reach = event.step - event.start_step + gap
-    return any(abs(step - event.start_step) <= reach for step in begins)
-
-
-def _spike_of_event(event: RunEvent) -> Verdict:
-    height = event.about.get("height")
-    by = f" by {height:.3g} nats" if isinstance(height, float) else ""
-    headline = f"the loss spiked{by} at step {event.start_step:,}"
-    evidence = f"found by the guard, which judges every step: {event.text}"
-    return Verdict("spike", headline, evidence, event.start_step, "bad")
-
-
-def _logged_spikes(
-    loss: Series,
-    skipped_steps: Series | None,
-    consumed: Series | None,
-    skipped_sequences: Sequence[tuple[int, int]],
-) -> list[Verdict]:
-    """Sudden rises of the loss: two of three consecutive logged losses lie more than six standard deviations
-    of the noise above the median of the 64 before, or one loss lies more than twenty above it."""
-    if len(loss) <= SPIKE_WINDOW:
-        return []
-    level, sigma = _level_before(loss.values)
-    height = loss.values - level
-    is_high = height > np.maximum(6 * sigma, 0.05)
-    again = np.append(is_high[1:], False) | np.append(is_high[2:], [False, False])
-    starts = np.flatnonzero((is_high & again) | (height > np.maximum(20 * sigma, 0.5)))
-    verdicts, end = list[Verdict](), -1
-    for start in map(int, starts):
-        if start <= end:
-            continue
-        below = np.flatnonzero(loss.values[start:] <= level[start] + 2 * sigma[start])
-        end = start + int(below[0]) if len(below) else len(loss)
-        verdict = _spike(loss, start, end, level[start], sigma[start])
-        end_step = int(loss.steps[min(end, len(loss) - 1)])
-        top = start + int(np.argmax(loss.values[start:end]))
-        data = _sequences(consumed, int(loss.steps[start - 1]), int(loss.steps[top]), skipped_sequences)
-        skips = _skips(skipped_steps, int(loss.steps[start]), end_step)
-        verdicts.append(replace(verdict, evidence=verdict.evidence + data + skips))
-    return verdicts
-
-
-def _sequences(
-    consumed: Series | None, before: int, last: int, skipped_sequences: Sequence[tuple[int, int]]
-) -> str:
-    """The sequences of the steps after step `before` up to step `last`, as the end of a sentence."""
-    if consumed is None or not np.isin([before, last], consumed.steps).all():
-        return ""
-    first, end = map(int, consumed.values[np.searchsorted(consumed.steps, [before, last])])
-    steps = f"step {last:,}" if last == before + 1 else f"steps {before + 1:,} to {last:,}"
-    ranges = list[str]()
-    for skip_first, skip_last in [*skipped_sequences, (end, end)]:
-        if first < min(skip_first, end):
-            ranges.append(f"{first:,} to {min(skip_first, end) - 1:,}")
-        first = max(first, skip_last + 1)
-    return f"; {steps} trained on sequences {', '.join(ranges)}" if ranges else ""
-
-
-def _skips(skipped_steps: Series | None, first: int, last: int) -> str:
-    """How many steps were skipped from step `first` to step `last`, as the end of a sentence."""
-    if skipped_steps is None or not len(skipped_steps):
-        return ""
-    counts = np.interp([first - 1, last], skipped_steps.steps, skipped_steps.values)
-    return f"; {int(counts[1] - counts[0])} of these steps were skipped" if counts[1] > counts[0] else ""
-
-
-def _level_before(values: Floats) -> tuple[Floats, Floats]:
-    """For each value, the median of the SPIKE_WINDOW values before it and the deviation of the noise there;
-    the level is infinite for the first values, which have fewer before them."""
-    level, sigma = np.full(len(values), np.inf), np.ones(len(values))
-    level[SPIKE_WINDOW:] = rolling_median(values, SPIKE_WINDOW)[:-1]
-    rows, num, whole = windows(values, SPIKE_WINDOW)[:-1], MAX_ELEMENTS // SPIKE_WINDOW, noise(values)
-    for i in range(0, len(rows), num):
-        part, at = rows[i : i + num], slice(SPIKE_WINDOW + i, SPIKE_WINDOW + min(i + num, len(rows)))
-        own = np.median(np.abs(np.diff(part, 2, axis=1)), axis=1) / np.sqrt(6)
-        slow = np.median(np.abs(part - level[at, None]), axis=1)  # also sees changes over several points
-        sigma[at] = np.maximum(MAD_TO_SIGMA * np.maximum(own, slow), whole)
-    return level, sigma
-
-
-def _spike(loss: Series, start: int, end: int, level: float, sigma: float) -> Verdict:
-    top = start + int(np.argmax(loss.values[start:end]))
-    height, step = loss.values[top] - level, int(loss.steps[start])
-    headline = f"the loss spiked by {height:.3g} nats at step {step:,}"
-    if end == len(loss):
-        back = f"it did not return by step {loss.steps[-1]:,}"
-    else:
-        num = int(loss.steps[end]) - step
-        back = f"it was back within 2 standard deviations after {num:,} step{'s' if num > 1 else ''}"
-    evidence = (
-        f"from {level:.4g} (median of the {SPIKE_WINDOW} logged losses before) to {loss.values[top]:.4g} "
-        f"at step {loss.steps[top]:,}, {height / sigma:.0f} standard deviations of the noise ({sigma:.2g}); "
-        f"{back}"
-    )
-    return Verdict("spike", headline, evidence, step, "bad")
 
 
 def diverged(loss: Series) -> list[Verdict]:
@@ -399,15 +257,11 @@ def overfitting(loss: Series, validation: Series) -> list[Verdict]:
     return [Verdict("overfitting", headline, evidence, int(last), "bad")]
 
 
-def _with_epochs(run: RecordedRun, verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """The verdicts, each with the epochs that the run had read at its step and at the end of the run."""
-    end = run.records[-1]["step"] if run.records else 0
-    given = []
-    for verdict in verdicts:
-        then, now = run.epochs(verdict.step or 0), run.epochs(end)
-        text = f"; epochs by step {verdict.step:,}: {then}; by the end: {now}" if now else ""
-        given.append(replace(verdict, evidence=verdict.evidence + text))
-    return given
+def _with_epochs(run: RecordedRun, verdict: Verdict) -> Verdict:
+    """The verdict with the epochs that the run had read at its step and at the end of the run."""
+    then, now = run.epochs(verdict.step or 0), run.epochs(run.last_step)
+    text = f"; epochs by step {verdict.step:,}: {then}; by the end: {now}" if now else ""
+    return replace(verdict, evidence=verdict.evidence + text)
 
 
 def noisier(loss: Series) -> list[Verdict]:

@@ -17,11 +17,12 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from titanlite.errors import PEER_ERRORS, TRACEBACK
-from titanlite.log import printable, tell, write_error
+from titanlite.log import tell, write_error
 from titanlite.runtime.environment import set_notes_folder
-from titanlite.runtime.hang import describe_hang
+from titanlite.runtime.hang import describe_hang, listed
 from titanlite.runtime.signals import AGAIN_S, END, SAVE, STOP, Stopped, handled_signals
 
 FINAL_CODES = {2, 3, 4, Stopped.exit_code}  # exit codes that a restart would only repeat
@@ -47,8 +48,8 @@ class Ending:
     note: str | None = None
     """The rank's error note in the launcher's folder: the error, "" if the rank wrote none, None if its work
     was done."""
-    silent: str = ""
-    """Why a rank that was still running does not answer; "" if it does."""
+    is_stuck: bool = False
+    """Whether a rank that was still running did not end when it was told to."""
 
     @property
     def left_early(self) -> bool:
@@ -78,9 +79,9 @@ def blame(endings: Sequence[Ending], nodes: int) -> tuple[int, str]:
     code = first.code if first.code and first.code > 0 else 1
     text = f"rank {first.rank} {_describe(first)}"
     if first.follows_another:
-        silent = [f"rank {e.rank} does not answer ({e.silent})" for e in endings if e.silent]
-        if silent:
-            return code, f"{', '.join(silent)}; {text}"
+        stuck = [ending.rank for ending in endings if ending.is_stuck]
+        if stuck:
+            return code, f"{listed(stuck)} did not end when told to; {text}"
         if nodes > 1:
             text += "; it may have begun on another node: see its log"
     return code, text
@@ -117,8 +118,10 @@ class Agent(LocalElasticAgent):
         self._ended: dict[int, int] = {}  # exit codes by local rank, in the order in which they ended
 
     def run(self, *args: Any, **kwargs: Any) -> RunResult:
-        """Raises RanksFailed."""
+        """Raises RanksFailed, and RendezvousGracefulExitError if the run has ended without this node."""
         result = super().run(*args, **kwargs)
+        if result is None:  # torchrun swallows the error
+            raise RendezvousGracefulExitError
         if result.is_failed():
             raise RanksFailed(self._exit_code)
         return result
@@ -144,18 +147,15 @@ class Agent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        stopped = self._look()
+        self._look()
         if any(self._ended.values()):
             self._tell_hang(worker_group)
-        for local_rank in stopped if any(self._ended.values()) else ():
-            # A stopped process does not react to the signal that ends the other ranks.
-            os.kill(self._pids()[local_rank], signal.SIGKILL)
-        endings = self._endings(worker_group, stopped)
+        endings = self._endings(worker_group)
         if any(ending.left_early for ending in endings):  # the other ranks might wait minutes for this rank
             result = RunResult(WorkerState.FAILED)
         elif any(self._ended.values()) or len(self._ended) == len(worker_group.workers):
             result = super()._monitor_workers(worker_group)  # ends the other ranks, if one has failed
-            endings = self._endings(worker_group, stopped)
+            endings = self._endings(worker_group)
         else:
             return RunResult(WorkerState.HEALTHY)
         if self._stop_at is not None:
@@ -191,13 +191,11 @@ class Agent(LocalElasticAgent):
         if self._notes and (text := describe_hang(self._notes, ranks, silent, said_so)):
             tell(text)
 
-    def _look(self) -> set[int]:
-        """Note which ranks have ended since the last call. Returns the local ranks that a signal or a
-        debugger has stopped."""
+    def _look(self) -> None:
+        """Note which ranks have ended since the last call."""
         for local_rank, code in self._codes().items():
             if code is not None:
                 self._ended.setdefault(local_rank, code)
-        return {r for r, pid in self._pids().items() if r not in self._ended and _is_stopped(pid)}
 
     def _codes(self) -> dict[int, int | None]:
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
@@ -209,21 +207,18 @@ class Agent(LocalElasticAgent):
     def _note(self, rank: int) -> str | None:
         try:
             assert self._notes is not None
-            return printable((self._notes / f"rank-{rank}").read_text("utf-8", errors="replace"))
+            return (self._notes / f"rank-{rank}").read_text("utf-8", errors="replace")
         except OSError:
             return None
 
-    def _endings(self, worker_group: WorkerGroup, stopped: set[int]) -> list[Ending]:
+    def _endings(self, worker_group: WorkerGroup) -> list[Ending]:
         """The endings of this node's ranks in the order in which they ended; ranks that were still running
         when the first one failed come last."""
         ranks = [worker.global_rank for worker in worker_group.workers]
         endings = [Ending(ranks[r], code, self._note(ranks[r])) for r, code in self._ended.items()]
         for local_rank, code in self._codes().items():
             if local_rank not in self._ended:
-                silent = "it is stopped" if local_rank in stopped else ""
-                if not silent and code == -signal.SIGKILL:
-                    silent = "it did not end when it was told to"
-                endings.append(Ending(ranks[local_rank], None, silent=silent))
+                endings.append(Ending(ranks[local_rank], None, is_stuck=code == -signal.SIGKILL))
         return endings
 
     def _tell(self, endings: list[Ending], worker_group: WorkerGroup) -> None:
@@ -252,11 +247,3 @@ class Agent(LocalElasticAgent):
         for pid in self._pids().values():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a signal or a debugger has stopped the process. Known on Linux only."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    except (OSError, IndexError):
-        return False

@@ -18,10 +18,10 @@ from titanlite.log import logger
 from titanlite.runtime.environment import compile_cache_of_user, set_compile_cache, user_cache
 from titanlite.runtime.process import device_name
 
-# Modules with custom operators and with passes over graphs. Compiled code calls the operators by their names,
-# with the arguments that they had when it was compiled, and torch's keys of compiled code have neither their
-# definitions nor those of the passes.
-DEFINITIONS = ("attention/head_tail.py", "models/grouped_mm.py", "models/moe.py", "parallel/torch_compat.py")
+# Modules with custom operators or passes over graphs. Compiled code calls operators by their names, with the
+# arguments that they had when it was compiled. torch's keys of the code depend neither on the definitions
+# of operators nor on passes.
+DEFINES = re.compile(rb"custom_op|CustomGraphPass")
 
 
 def use_compile_cache(cache_dir: str, compiles: bool, device: torch.device, run_folder: Path) -> None:
@@ -64,9 +64,9 @@ def use_compile_cache(cache_dir: str, compiles: bool, device: torch.device, run_
 def _tag_with_definitions() -> None:
     """Let torch's compiler read only code that was compiled with these operators and passes."""
     package, config = Path(titanlite.__file__).parent, torch.compiler.config
-    sources = [package / module for module in DEFINITIONS]
-    files = [file if file.exists() else file.with_suffix(".pyc") for file in sources]  # without sources
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    files = sorted(package.rglob("*.py")) or sorted(package.rglob("*.pyc"))  # an installation without sources
+    sources = [source for file in files if DEFINES.search(source := file.read_bytes())]
+    digest = hashlib.sha256(b"".join(sources)).hexdigest()
     if not config.cache_key_tag.endswith(digest):  # the user may have set one
         config.cache_key_tag += f" {digest}"
 

@@ -6,11 +6,8 @@ because OpenMP reads its variables while torch is imported.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,9 +29,9 @@ class Place(NamedTuple):
 
 
 def place() -> Place:
-    """This process's place, as a launcher sets it. Without WORLD_SIZE, or if it is 1, the process is the only
-    one of its job: schedulers and other programs leave RANK and LOCAL_RANK behind. Raises ConfigError if the
-    variables do not fit together."""
+    """This process's place among the ranks, as a launcher sets it. Without WORLD_SIZE, or if it is 1, the
+    process is the only one of its job: schedulers and other programs leave RANK and LOCAL_RANK behind. Raises
+    ConfigError if the variables do not fit together."""
     num_ranks = _number("WORLD_SIZE", 1, 1)
     if num_ranks == 1:
         return Place()
@@ -62,30 +59,10 @@ def _number(name: str, default: int | None, least: int, most: int | None = None)
     )
 
 
-def global_rank() -> int:
-    """Rank of this process in the job; see `place`."""
-    return place().rank
-
-
-def num_ranks() -> int:
-    """Number of processes in the job; see `place`."""
-    return place().num_ranks
-
-
-def local_rank() -> int:
-    """Number of this process among the processes of its node; see `place`."""
-    return place().local_rank
-
-
-def num_local_ranks() -> int:
-    """Number of processes of the job on this node; see `place`."""
-    return place().num_local_ranks
-
-
 def is_first_local_rank() -> bool:
     """Whether this is the first rank of its node, which reports errors that all ranks have."""
     try:
-        return local_rank() == 0
+        return place().local_rank == 0
     except ConfigError:  # it is the error
         return True
 
@@ -252,44 +229,3 @@ def prepare_to_launch(num_ranks: int) -> None:
     os.environ[LAUNCHER_PID] = str(os.getpid())
     if num_ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
-@contextmanager
-def importing_for_copies() -> Iterator[None]:
-    """The body imports modules for processes that will be forked. If one of them asks torch whether there are
-    GPUs, NVML answers: the question to CUDA would initialise it, and then a forked process cannot use it.
-    Variables that modules set are set back; torch's compiler sets the folder of its cache."""
-    before = dict(os.environ)
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-
-
-def current_environment() -> dict[str, str]:
-    """All variables of this process."""
-    return dict(os.environ)
-
-
-def changed_variables(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """The variables in which two environments differ, as `await_rank` reads them."""
-    removed = [name for name in before if name not in after]
-    return json.dumps([{n: v for n, v in after.items() if before.get(n) != v}, removed])
-
-
-def await_rank(read_fd: int) -> None:
-    """Wait for the environment of this process's rank, which the launcher writes to a pipe, and change
-    os.environ to it. Ends the process without a word if the launcher does not need it: it has found a
-    mistake, or has ended."""
-    with open(read_fd) as file:
-        text = file.read()
-    try:
-        changed, removed = json.loads(text)
-    except ValueError:  # nothing, or a part: the launcher was killed
-        os._exit(0)
-    os.environ.update(changed)
-    for name in removed:
-        os.environ.pop(name, None)

@@ -15,7 +15,7 @@ from titanlite.runtime.environment import (
     check_interfaces,
     connect_on_demand,
     notes_folder,
-    num_local_ranks,
+    place,
     set_flight_recorder_defaults,
     stay_on_this_node,
     store_address,
@@ -46,7 +46,7 @@ def init_process_group(device: torch.device, comm: Comm, rank: int, num_ranks: i
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     rendezvous: dict[str, Any] = {}
-    if num_ranks == num_local_ranks():
+    if num_ranks == place().num_local_ranks:
         stay_on_this_node()
         store = _store_on_this_node(num_ranks)
         if store is not None:
@@ -60,11 +60,11 @@ def init_process_group(device: torch.device, comm: Comm, rank: int, num_ranks: i
 
 def _wait_for_store(rank: int, comm: Comm) -> None:
     """Wait until the store of all ranks can be reached. During torch's own wait, signals have no effect."""
-    from titanlite.runtime.rendezvous import logged_when_long, wait_for
+    from titanlite.runtime.rendezvous import told_when_long, wait_for
 
     host, port, rank_zero_opens = store_address()
     if rank > 0 or not rank_zero_opens:
-        with logged_when_long(lambda: f"waiting for rank 0 at {host}:{port}"):
+        with told_when_long(f"waiting for rank 0 at {host}:{port}"):
             wait_for(host, port, comm.init_timeout_seconds, f"rank 0 does not answer at {host}:{port}")
 
 

@@ -1,18 +1,16 @@
 """`titanlite launch`: start several trainer processes on this node, through torchrun's agent.
 
-The job is loaded and checked before any rank begins, so that a mistake is reported in one line. The ranks'
-processes are copies of this one, made after it has imported PyTorch: the imports take seconds."""
+The job is loaded and checked before any rank begins, so that a mistake is reported in one line."""
 
 from __future__ import annotations
 
-import importlib
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
-from titanlite.runtime.environment import importing_for_copies, prepare_to_launch
+from titanlite.runtime.environment import prepare_to_launch
 from titanlite.runtime.parent import stop_with_tune
 from titanlite.runtime.signals import stop_requests
 from titanlite.tools.verbs import launch_arguments
@@ -30,21 +28,12 @@ def main(argv: Sequence[str]) -> int:
         from titanlite import train
 
         return train.main([path, *overrides])
-    compiles = toml.read(path, overrides)[0].get("compile", {}).get("enable")
     prepare_to_launch(options.nproc_per_node)
-    importlib.import_module("titanlite.train")  # what the ranks run; takes seconds
-    from titanlite import cli
     from titanlite.runtime.launcher import start_ranks
-    from titanlite.runtime.waiting_ranks import WaitingRanks
-    from titanlite.torch_compat import import_compiler
 
-    with importing_for_copies():
-        import_compiler(with_inductor=bool(compiles))
-    words = ["train", path, *overrides]
-    with WaitingRanks(words, options.nproc_per_node, cli.main) as ranks:
-        _check_job(options, path, overrides)
-        with stop_requests():
-            return start_ranks(options, words, ranks.begin)
+    _check_job(options, path, overrides)
+    with stop_requests():
+        return start_ranks(options, ["train", path, *overrides])
 
 
 def _check_job(options: Namespace, path: str, overrides: Sequence[str]) -> None:

@@ -23,6 +23,7 @@ from torch.utils.data._utils import signal_handling
 from titanlite.config.component import ConfigError
 from titanlite.data import background, dataset, loader
 from titanlite.data.background import Background
+from titanlite.data.batch import MicroBatch
 from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.step_sizes import StepSizes
 from titanlite.errors import LoaderError
@@ -50,7 +51,7 @@ class Numbers(Dataset):
     def __init__(self, act: Callable[[int], Any] = lambda first: None, size: int = 1):
         self.act, self.size, self.made = act, size, multiprocessing.Value("i", 0)
 
-    def __getitems__(self, micro_batch: dataset.MicroBatch) -> Any:
+    def __getitems__(self, micro_batch: MicroBatch) -> Any:
         self.act(micro_batch.numbers[0])
         self.made.value += 1  # one worker where it is read
         return micro_batch.numbers, bytes(self.size)
@@ -158,7 +159,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_message() -> None:
 
 @pytest.mark.full
 def test_workers_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "set_up_worker", lambda worker: os.kill(os.getpid(), signal.SIGSTOP))
+    monkeypatch.setattr(loader, "_set_up_worker", lambda worker: os.kill(os.getpid(), signal.SIGSTOP))
     waiting, others = Waiting(), set(workers())
     with pytest.raises(GivenUp):
         iter(made(Numbers(), 2, waiting))

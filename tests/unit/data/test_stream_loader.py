@@ -135,7 +135,7 @@ def test_control_without_its_state_a_stream_begins_anew() -> None:
     steps(first, 7)
     state = state_of(first)
     rest = values(steps(loader(1, 0, state=state), 7))
-    assert values(steps(loader(1, 0, state={**state, "loader": {}}), 7)) != rest
+    assert values(steps(loader(1, 0, state={**state, "shares": [{}]}), 7)) != rest
 
 
 def test_a_step_that_was_interrupted_is_not_in_the_state() -> None:

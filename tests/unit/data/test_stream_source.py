@@ -27,8 +27,8 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.corpus.hub_stream import HuggingFace
 from titanlite.data.dataset import Data
+from titanlite.data.loader import LoaderLayout
 from titanlite.data.sources import StreamedSource
-from titanlite.data.stream_batches import StreamLayout
 from titanlite.data.stream_sequences import StreamSequences
 from titanlite.data.stream_source import DocumentStream, Stream
 from titanlite.data.text_sources import Text
@@ -307,7 +307,7 @@ def test_how_the_loaders_read_is_logged(
     stream = Values(values=["a"], num_shards=num_shards, max_documents=limit)
     sequences = Data(sources=[Stream(stream=stream)]).build(Bytes().build(), seq_len=16, seed=0)
     assert isinstance(sequences, StreamSequences)
-    sequences.layout = StreamLayout(ranks, workers, 1)
+    sequences.layout = LoaderLayout(ranks, workers, 1)
     (line,) = sequences.describe(0)
     assert said in line
 

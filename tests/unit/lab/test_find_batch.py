@@ -163,7 +163,8 @@ def test_a_run_counts_by_its_end(
         folder.mkdir()
         with (folder / "metrics.jsonl").open("w") as file:
             for step, gib in ((1, 20.0), (2, 50.0), (3, 30.0)):
-                record = {"step": step, "memory/peak_allocated_gib": gib, "memory/peak_reserved_gib": gib + 1}
+                record = {"step": step, "progress/total_tokens": step}
+                record |= {"memory/peak_allocated_gib": gib, "memory/peak_reserved_gib": gib + 1}
                 file.write(json.dumps(record | {"throughput/tokens_per_second_per_device": step}) + "\n")
         folder.with_name(f"{folder.name}.log").write_text("titanlite: out of memory in step 4, forward.\n")
         process = subprocess.Popen(["sh", "-c", f"exit {code}"])
@@ -173,7 +174,7 @@ def test_a_run_counts_by_its_end(
     monkeypatch.setattr(find_batch, "start_run", start)
     trial = made_up_trainer(tmp_path, corpus, monkeypatch)(1)
     assert trial.fits(80.0) == fits
-    wanted = Trial(1, 50.0, 51.0, 3) if fits else Trial(1, out_of_memory="out of memory in step 4, forward")
+    wanted = Trial(1, 50.0, 51.0, 3.0) if fits else Trial(1, out_of_memory="out of memory in step 4, forward")
     assert repr(trial) == repr(wanted)
 
 
