@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 # Importing these modules registers the components that ship with titanlite.
 import titanlite.attention.flash_attention_4
 import titanlite.data.stream_source
@@ -64,6 +66,7 @@ from titanlite.parallel.compile import Compile
 from titanlite.parallel.expert_parallel import check_expert_parallel
 from titanlite.parallel.float8 import Float8
 from titanlite.parallel.pipeline_parallel import check_pipeline_parallel
+from titanlite.parallel.reshard import StepMemory
 from titanlite.parallelism import Parallelism
 from titanlite.runtime import environment
 from titanlite.runtime.process_group import Comm
@@ -196,6 +199,27 @@ class Job:
         net = self.model.build_on_meta()
         self.lora.apply(net, self.parallelism.pipeline_parallel_degree > 1)
         return net
+
+    def step_memory(self, num_ranks: int, param_dtype: torch.dtype) -> StepMemory:
+        """The settings that decide the memory of a step on `num_ranks` ranks."""
+        degrees, training = self.parallelism.degrees(num_ranks), self.training
+        batch = BatchLayout.of(training, degrees.data_parallel)
+        largest = max(self.batch_sizes(batch.global_size).values())
+        return StepMemory(
+            net=self.build_on_meta(),
+            optimizer=self.optimizer,
+            loss=self.loss,
+            attention=self.attention,
+            activation_checkpoint=self.activation_checkpoint,
+            parallelism=self.parallelism,
+            degrees=degrees,
+            param_dtype=param_dtype,
+            compiled=self.compile.enable,
+            has_average=self.ema.enable,
+            cpu_offload=training.enable_cpu_offload,
+            tokens=training.local_batch_size * training.seq_len // degrees.cp,
+            accumulates=batch.num_micro_batches(largest) > 1,
+        )
 
     def amounts(self) -> dict[str, Amount]:
         """The amounts of training, such as "4B tokens", that are not numbers of steps or sequences yet, by

@@ -103,9 +103,9 @@ class Parallelism:
     """Whether FSDP frees gathered parameters after the forward and gathers them again for the backward.
     `always`: yes, except for the last block and the head, with which the backward begins. `never`: no.
     `default`: yes with training.enable_cpu_offload. Otherwise no if there is only one shard, if pipeline
-    parallel would gather them for each micro-batch, or if `titanlite plan` says of the run with `never` that
-    it fits the GPU; in all other cases yes, also on a CPU. Where the plan's memory is unmeasured: no if they
-    take at most 5% of the GPU's memory. The start log has the decision."""
+    parallel would gather them for each micro-batch, or if the run is estimated to fit the GPU with them; in
+    all other cases yes, also on a CPU. Where the memory cannot be estimated: no if they take at most 5% of
+    the GPU's memory. The start log has the decision."""
     fsdp_reduce: Literal["step", "micro_batch"] = "step"
     """When gradients are summed over ranks. `step`: once per step, which is faster, but every rank keeps
     gradients of the whole model while micro-batches accumulate. `micro_batch`: after each micro-batch; every

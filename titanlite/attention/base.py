@@ -100,6 +100,10 @@ class AttentionBackend(Component, kind="attention backend", key="backend"):
     supports_v_head_dim: ClassVar[bool] = False
     """Whether the head dim of the values may differ from the head dim of queries and keys in `attend`."""
 
+    linear_memory: ClassVar[bool] = False
+    """Whether memory is linear in the sequence length, also with masks. FSDP and `titanlite plan` then count
+    on it."""
+
     def build(self, needs: AttentionNeeds) -> AttentionBackend:
         """The backend for the run: normally `self`; `auto` returns the backend that it chooses. Called once,
         before the first micro-batch. Raises ConfigError if the backend does not support `needs`."""

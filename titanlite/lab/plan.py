@@ -35,7 +35,6 @@ from titanlite.lab.memory_picture import memory_svg
 from titanlite.lab.optimum import RULE, optimum
 from titanlite.lab.planned import MAX_BLOCKS, PlannedRun
 from titanlite.lab.saves import GPU_HOURS_PER_FAILURE, best_saves, span
-from titanlite.lab.sharding import knows_state
 from titanlite.lab.step_time import guesses
 from titanlite.lab.verbs import plan_arguments
 from titanlite.models.base import Decoder
@@ -302,7 +301,9 @@ def _notes(
             "memory of experts was at most 0.5% off in runs on one GPU, and is unmeasured with expert "
             "parallel; tokens are taken to choose all experts equally often"
         )
-    if not knows_state(run.optimizer):
+    optimizer = run.optimizer
+    rules = {name: group.rule for group, names in optimizer.grouped(run.net).items() for name in names}
+    if None in [optimizer.state_bytes(run.net.get_parameter(name), rule) for name, rule in rules.items()]:
         notes.append(f"the state of {run.optimizer.name!r} is taken to be two fp32 moments per parameter")
     if job.data.mask_documents:
         notes.append("attention is counted over whole sequences; documents that are masked need less time")
