@@ -61,12 +61,14 @@ class Chat(Limits, CachedSource, name="chat"):
 
     def write(self, path: Path, tokenizer: Tokenizer) -> TokenShards:
         try:
-            return prepare(find_files(self.path, "path", is_told=True), path, tokenizer, self._options)
+            shards = prepare(find_files(self.path, "path", is_told=True), path, tokenizer, self._options)
         except ConfigError as e:
             discard(path)  # it is useless: correcting the input changes the directory's name
             if e.key == "output":
                 raise ConfigError(str(e), "data.cache_dir") from None
             raise
+        assert shards is not None  # there is one worker
+        return shards
 
     def build(self, tokenizer: Tokenizer, cache_dir: Path) -> TokenShards:
         shards = super().build(tokenizer, cache_dir)

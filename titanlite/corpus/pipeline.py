@@ -1,10 +1,11 @@
-"""prepare: makes token shards from text files, for `titanlite prepare` and for the source `chat`.
+"""prepare: makes token shards from text files, for `titanlite prepare` and for text sources on first use.
 
-The files are partitioned into splits, which are drawn at random into shards, and the documents of each shard
-are shuffled, as in data/tokenize_files.py, which neither filters nor resumes. stages.py does the work, in a
-folder beside the output. Finished work is never repeated: a preparation continues after a kill. The resulting
-bytes do not depend on interruptions or on the number of processes. The folder is renamed to the output when
-it is complete."""
+The files are partitioned into splits (corpus.py), the splits are drawn at random into shards, and the
+documents of each shard are shuffled. Training shuffles sequences over the whole dataset (data/order.py), so
+preparation needs to mix only the documents within a sequence. stages.py does the work, in a folder beside the
+output. Finished work is never repeated: a preparation continues after a kill, and several machines can share
+it. The resulting bytes do not depend on interruptions, processes or machines. The folder is renamed to the
+output when it is complete."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -41,31 +42,38 @@ def prepare(
     options: PrepareOptions,
     *,
     num_processes: int = 0,
+    worker: tuple[int, int] = (0, 1),
     origin: dict[str, Any] | None = None,
-) -> TokenShards:
+) -> TokenShards | None:
     """Make the dataset `output` from text files in `num_processes` processes (0: one per core).
 
-    `origin`: a record for dataset.json of what the files were made from. Raises ConfigError for bad input;
-    finished work is then kept for the next call."""
+    `worker` (i, n): do only the i-th of n shares of the work. The last worker to finish completes the dataset
+    and returns it; the other workers return None. `origin`: a record for dataset.json of what the files were
+    made from. Raises ConfigError for bad input; finished work is then kept for the next call."""
     options.chat_format(tokenizer, files)  # before the folder is made
     folder = work_folder(output)
     is_new = not folder.exists()
-    with locked(folder, output) as unfinished:
+    with locked(folder, output, worker) as unfinished:
         if not unfinished:  # another process has completed the dataset
             return TokenShards(output)
         try:
             state = JobState(files, folder, tokenizer, options)
             if not state.splits:
                 raise ConfigError("the corpus is empty: no text files")
+            _check_same_job(state, worker)
             if state.marker("whole", state.key) is None:
                 processes = min(num_processes or num_cores(), len(state.splits))
                 with worker_pool(processes, _begin, state) as pool:
                     if state.compares:
-                        _scan(state, pool, processes)
-                    _encode(state, pool, processes, output.name)
+                        _scan(state, pool, processes, worker)
+                    _encode(state, pool, processes, worker, output.name)
             return _complete(state, output, origin)
+        except FileNotFoundError:  # another worker may have completed and renamed the folder meanwhile
+            if not output.exists():
+                raise
+            return TokenShards(output)
         except ConfigError:
-            if is_new and not any(folder.glob("*.json")):  # no work is finished
+            if is_new and worker[1] == 1 and not any(folder.glob("*.json")):  # no work is finished
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
@@ -74,7 +82,7 @@ def discard(output: Path) -> None:
     """Delete the unfinished work for `output`, after other processes have ended theirs."""
     folder = work_folder(output)
     if folder.exists():
-        with locked(folder, output) as unfinished:
+        with locked(folder, output, (0, 1)) as unfinished:
             if unfinished:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -97,21 +105,30 @@ class Task:
     size: int = 0
 
 
-def _scan(state: JobState, pool: Executor, processes: int) -> None:
+def _scan(state: JobState, pool: Executor, processes: int, worker: tuple[int, int]) -> None:
     if state.marker("resolve", state.resolve_key):
         return
+
+    def missing(splits: Iterable[int]) -> deque[Task]:
+        markers = {i: state.marker(f"scan-{i:06}", state.scan_keys[i]) for i in splits}
+        return deque(Task("scan", i, state.splits[i].size) for i, marker in markers.items() if marker is None)
+
     indices = range(len(state.splits))
-    left = [i for i in indices if state.marker(f"scan-{i:06}", state.scan_keys[i]) is None]
-    tasks = deque(Task("scan", i, state.splits[i].size) for i in left)
-    total = sum(split.size for split in state.splits)
-    with _bar(total, total - sum(task.size for task in tasks), "scanning for duplicates") as bar:
-        for _ in _run(pool, processes, bar, tasks):
-            pass
-        state.resolve(lambda stage: bar.set_description(f"resolving {stage}"))
+    total, left = sum(split.size for split in state.splits), sum(task.size for task in missing(indices))
+    with _bar(total, total - left, "scanning for duplicates") as bar:
+        # First this worker's splits. Then, from the last, the splits that other workers have not done, so
+        # that no worker waits for one that never starts.
+        for splits in (indices[worker[0] :: worker[1]], reversed(indices)):
+            for _ in _run(pool, processes, bar, missing(splits)):
+                pass
+        with open(state.folder / "lock-resolve", "a") as lock:  # one worker resolves, other workers wait
+            _lock(lock, "another worker to resolve duplicates")
+            if state.marker("resolve", state.resolve_key) is None:
+                state.resolve(lambda stage: bar.set_description(f"resolving {stage}"))
 
 
-def _encode(state: JobState, pool: Executor, processes: int, name: str) -> None:
-    shards = range(len(state.shards))
+def _encode(state: JobState, pool: Executor, processes: int, worker: tuple[int, int], name: str) -> None:
+    shards = range(len(state.shards))[worker[0] :: worker[1]]
     missing = {
         shard: [
             Task("encode", i, state.splits[i].size)
@@ -176,13 +193,13 @@ def _work(task: Task) -> Any:
     return getattr(_state[0], task.stage)(task.index)
 
 
-# ---- the lock
+# ---- locks
 
 
 @contextmanager
-def locked(folder: Path, output: Path) -> Iterator[bool]:
-    """Hold the lock of a work folder, so that only one process prepares `output`. Yields False if `output`
-    exists."""
+def locked(folder: Path, output: Path, worker: tuple[int, int]) -> Iterator[bool]:
+    """Hold the lock of a worker, so that only one process runs it. Yields False if `output` exists. Raises
+    ConfigError if workers of another total number are running."""
     while True:
         if output.exists():
             shutil.rmtree(folder, ignore_errors=True)
@@ -192,11 +209,42 @@ def locked(folder: Path, output: Path) -> Iterator[bool]:
             make_folder(folder)
         except OSError as e:
             raise ConfigError(f"cannot make {folder}: {e.strerror}", "output") from None
-        with open(folder / "lock", "a") as lock:
+        with open(folder / f"lock-{worker[0]}-of-{worker[1]}", "a") as lock:
             _lock(lock, f"another process that prepares {output.name}")
-            if os.fstat(lock.fileno()).st_nlink:  # otherwise the previous holder has deleted the folder
-                yield True
-                return
+            if not os.fstat(lock.fileno()).st_nlink:  # the previous holder has deleted the folder
+                continue
+            if others := [name for name in _held(folder, worker) if not name.endswith(f"-of-{worker[1]}")]:
+                raise ConfigError(
+                    f"{folder.name}: a preparation by {others[0].rpartition('-')[2]} workers is running; "
+                    "wait for it, or join it with the same number of workers"
+                )
+            yield True
+            return
+
+
+def _held(folder: Path, worker: tuple[int, int]) -> Iterator[str]:
+    """Yield the names of the locks that other workers hold."""
+    for file in folder.glob("lock-*-of-*"):
+        if file.name != f"lock-{worker[0]}-of-{worker[1]}":
+            with open(file, "a") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    yield file.name
+
+
+def _check_same_job(state: JobState, worker: tuple[int, int]) -> None:
+    """Raise ConfigError if a running worker prepares another dataset in this folder: their files would
+    mix."""
+    file = state.folder / "plan"
+    with open(state.folder / "lock", "a") as lock:
+        _lock(lock, "another worker to start")
+        if file.exists() and file.read_text() != state.key and any(_held(state.folder, worker)):
+            raise ConfigError(
+                f"{state.folder.name}: another worker is preparing it from other files, filters or another "
+                "tokenizer; wait for it, or give all workers the same input"
+            )
+        write_atomically(file, state.key)
 
 
 def _lock(file: IO[str], holder: str) -> None:
@@ -212,33 +260,38 @@ def _lock(file: IO[str], holder: str) -> None:
 # ---- the end
 
 
-def _complete(state: JobState, output: Path, origin: dict[str, Any] | None) -> TokenShards:
-    """Rename the work folder to the dataset."""
+def _complete(state: JobState, output: Path, origin: dict[str, Any] | None) -> TokenShards | None:
+    """Rename the work folder to the dataset if no shard is missing."""
     folder = state.folder
-    if state.marker("whole", state.key) is None:
-        markers = [state.marker(f"shard-{i:05}", key) for i, key in enumerate(state.shard_keys)]
-        shards = [marker for marker in markers if marker is not None]
-        assert len(shards) == len(markers)
-        report = merge([shard["report"] for shard in shards])
-        if not report["kept"]["documents"]:
-            reason = f"; the filters removed all text:\n{table(report)}" if report["filters"] else ""
-            raise ConfigError(f"the corpus is empty: no text in its files{reason}")
-        text = json.dumps(located(report), indent=1, ensure_ascii=False) + "\n"
-        write_atomically(folder / "report.json", text)
-        prepared = prepared_record(state.options, state.tokenizer, state.files, origin)
-        write_description(folder, state.tokenizer, [shard["entry"] for shard in shards], prepared)
-        state.mark("whole", state.key, {})  # after this only files are deleted
+    with open(folder / "lock", "a") as lock:
+        _lock(lock, "another worker to finish")
+        if output.exists():
+            return TokenShards(output)
+        if state.marker("whole", state.key) is None:
+            markers = [state.marker(f"shard-{i:05}", key) for i, key in enumerate(state.shard_keys)]
+            shards = [marker for marker in markers if marker is not None]
+            if len(shards) < len(markers):
+                return None
+            report = merge([shard["report"] for shard in shards])
+            if not report["kept"]["documents"]:
+                reason = f"; the filters removed all text:\n{table(report)}" if report["filters"] else ""
+                raise ConfigError(f"the corpus is empty: no text in its files{reason}")
+            text = json.dumps(located(report), indent=1, ensure_ascii=False) + "\n"
+            write_atomically(folder / "report.json", text)
+            prepared = prepared_record(state.options, state.tokenizer, state.files, origin)
+            write_description(folder, state.tokenizer, [shard["entry"] for shard in shards], prepared)
+            state.mark("whole", state.key, {})  # after this only files are deleted
+            sync(folder)
+        keep = {f"{i:05}.{suffix}" for i in range(len(state.shards)) for suffix in ("bin", "idx", "mask")}
+        for file in folder.iterdir():
+            if file.name not in keep | {"dataset.json", "report.json", "whole.json"}:
+                file.unlink(missing_ok=True)  # other workers delete their splits' files at the same time
         sync(folder)
-    keep = {f"{i:05}.{suffix}" for i in range(len(state.shards)) for suffix in ("bin", "idx", "mask")}
-    for file in folder.iterdir():
-        if file.name not in keep | {"dataset.json", "report.json", "whole.json"}:
-            file.unlink()
-    sync(folder)
-    os.rename(folder, output)
-    (output / "whole.json").unlink()
-    sync(output)
-    sync(output.parent)
-    return TokenShards(output)
+        os.rename(folder, output)
+        (output / "whole.json").unlink()
+        sync(output)
+        sync(output.parent)
+        return TokenShards(output)
 
 
 def prepared_record(

@@ -1,10 +1,10 @@
-"""titanlite prepare [CONFIG.toml] [INPUT ...] --output=DIR [--key=value ...]
+"""titanlite prepare [CONFIG.toml] [INPUT ...] --output=DIR [--key=value ...] [--worker=I/N]
 
 Make a dataset of token shards from text. INPUT: files, directories and globs of .jsonl (one document per
 line), .parquet (one document per row) and other files (one document per file), also compressed (.gz, .zst);
 hf:NAME, a dataset of the Hugging Face hub. --from-stream.name=NAME reads a stream instead.
 The documents are filtered, shuffled and tokenised on all cores. After an interruption the same command
-continues the work. The result does not depend on the number of processes. `--help SECTION` lists
+continues the work. The result does not depend on the number of processes or workers. `--help SECTION` lists
 the keys of one section, `--help all` lists all keys, and --reference prints them as Markdown, as in
 docs/prepare.md."""
 
@@ -28,10 +28,11 @@ from titanlite.config.imports import ALLOW_IMPORTS, import_components
 from titanlite.config.overrides import split_words
 from titanlite.config.paths import PathText, check_writable
 from titanlite.corpus.hub import PREFIX, HubSplit, hub_files
-from titanlite.corpus.pipeline import prepare, work_folder
+from titanlite.corpus.pipeline import prepare, prepared_record, work_folder
 from titanlite.corpus.report import table
 from titanlite.corpus.stages import PrepareOptions
 from titanlite.corpus.stream_files import fetch
+from titanlite.data.shards import TokenShards
 from titanlite.data.stream_source import DocumentStream
 from titanlite.data.text_formats import find_files
 from titanlite.log import tell
@@ -53,6 +54,9 @@ class Prepare(HubSplit, PrepareOptions):
     """The dataset directory to make. It appears when it is complete."""
     num_processes: int = 0
     """Number of processes; 0: one per core. Does not change the result."""
+    worker: str = "0/1"
+    """I/N: do the share of worker I (from 0) of N. Each worker runs on its own machine, with `output` on a
+    shared file system. The last worker to finish completes the dataset. Does not change the result."""
     imports: list[str] = dataclasses.field(default_factory=list)
     """Python modules, from the current directory or installed, to import first. They register filters,
     tokenizers or streams."""
@@ -61,6 +65,15 @@ class Prepare(HubSplit, PrepareOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 0, "num_processes")
+        self.share  # noqa: B018 -- checks it
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """The key `worker` as (I, N)."""
+        i, _, n = self.worker.partition("/")
+        if not (i.isdecimal() and n.isdecimal() and int(i) < int(n)):
+            raise ConfigError(f"{self.worker!r} is not I/N with I from 0 to N - 1, as in 0/4", "worker")
+        return int(i), int(n)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,16 +96,25 @@ def main(argv: Sequence[str]) -> int:
         tokenizer = job.tokenizer.build()
         fetched, origin = _fetch(job, output)  # last, because it may take hours
         files += fetched
+        # If there are more workers than shards, other workers may have completed the dataset.
+        if os.path.lexists(output) and TokenShards(output).prepared != prepared_record(
+            options, tokenizer, files, origin
+        ):
+            raise _exists(output)
         shards = prepare(
             files,
             output,
             tokenizer,
             options,
             num_processes=job.num_processes,
+            worker=job.share,
             origin=origin,
         )
     except ConfigError as e:
         raise locator.located(e) from None
+    if shards is None:
+        print(f"worker {job.worker} is done; the last worker to finish completes {output}")
+        return 0
     if shards.warning:
         tell(f"{output}: {shards.warning}")
     report = json.loads((output / "report.json").read_text())
@@ -118,20 +140,26 @@ def _fetch(job: Prepare, output: Path) -> tuple[list[Path], dict[str, Any]]:
     return [file for files, _ in splits for file in files], {"hub": [r for _, r in splits]} if splits else {}
 
 
+def _exists(output: Path) -> ConfigError:
+    return ConfigError(f"{output} exists; choose another, or delete it", "output")
+
+
 def _check(job: Prepare, output: Path) -> None:
     from_hub = any(item.startswith(PREFIX) for item in job.input)
     if not job.input and not job.from_stream:
         raise ConfigError("name at least one file, directory or glob to read", "input")
     if job.input and job.from_stream:
         raise ConfigError("a stream is read alone: leave out the input, or prepare it separately", "input")
+    if job.from_stream and job.share[1] > 1:
+        raise ConfigError("a stream is read by one worker: leave out --worker", "worker")
     for key in ("config", "split", "revision"):
         if getattr(job, key) != getattr(HubSplit(), key) and not from_hub:
             advice = f"write from_stream.{key}" if job.from_stream else "no input is one"
             raise ConfigError(f"applies to {PREFIX}NAME: {advice}", key)
     if not job.output:
         raise ConfigError("name the directory to make: --output=DIR", "output")
-    if os.path.lexists(output):
-        raise ConfigError(f"{output} exists; choose another, or delete it", "output")
+    if os.path.lexists(output) and job.share[1] == 1:
+        raise _exists(output)
     check_writable(output.parent, "output")
     if work_folder(output).exists():
         print(f"continuing {work_folder(output)}", file=sys.stderr)

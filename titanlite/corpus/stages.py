@@ -165,6 +165,8 @@ class JobState:
     def scan(self, index: int) -> dict[str, Any]:
         """Write which filter function removes each document of a split, and the signatures of the others."""
         name = f"scan-{index:06}"
+        if done := self.marker(name, self.scan_keys[index]):  # done by another worker meanwhile
+            return done
         self._unmark(name)
         split = self.splits[index]
         num_bands = sum(f.num_bands for f in self.filters if isinstance(f, LshSignature))
@@ -241,6 +243,11 @@ class JobState:
         lengths = [np.load(self.folder / f"{name}.npy") for name in names]
         tokens = [_mapped(self.folder / f"{name}.bin", dtype) for name in names]
         masks = [_mapped(self.folder / f"{name}.mask", np.dtype(np.uint8)) for name in names if self.chat]
+        stored = [tokens, masks] if self.chat else [tokens]
+        if None in reports or any(
+            [len(a) for a in arrays] != [n.sum() for n in lengths] for arrays in stored
+        ):
+            raise RuntimeError(f"{self.folder}: files of shard {shard} were replaced; run it again")
         self._unmark(f"shard-{shard:05}")
         seed = self.options.seed
         shuffled = shuffle_documents(tokens, lengths, seed, shard)

@@ -45,7 +45,7 @@ def fetch(stream: DocumentStream, output: Path, field: str, bad_lines: str = "st
     Raises ConfigError if the folder holds documents of another stream, and for a document without text."""
     folder = work_folder(output)
     is_new = not folder.exists()
-    with locked(folder, output) as unfinished:
+    with locked(folder, output, (0, 1)) as unfinished:
         if not unfinished:
             raise ConfigError(f"{output} exists; choose another, or delete it", "output")
         record: dict[str, Any] = {}

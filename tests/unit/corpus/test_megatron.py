@@ -89,6 +89,7 @@ def test_files_without_eos_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptu
     assert ("does not end with the tokenizer's EOS, 1;" in caplog.text) == (last != 1)
 
 
+@pytest.mark.full
 @settings(max_examples=100, deadline=None)
 @given(
     prefixes=st.lists(

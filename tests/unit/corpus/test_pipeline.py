@@ -1,5 +1,5 @@
 """Pins preparation: the bytes of a dataset depend on the corpus and the options alone, not on processes,
-interruptions; a run killed at any moment goes on without doing done work again; an edited file is
+workers or interruptions; a run killed at any moment goes on without doing done work again; an edited file is
 read again; what went wrong is named, and never leaves a dataset; the report adds up."""
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.support import ranks
 from tests.support.killed_tokenizer import Killed
 from titanlite.config.component import ConfigError
+from titanlite.corpus import pipeline
 from titanlite.corpus.filters import ExactDuplicates, Length, NearDuplicates
-from titanlite.corpus.pipeline import prepare
+from titanlite.corpus.pipeline import prepare, work_folder
 from titanlite.corpus.stages import JobState, PrepareOptions
 from titanlite.data import text_files, tokenize_files
 from titanlite.data.shards import TokenShards
@@ -111,8 +113,20 @@ def test_the_number_of_processes_does_not_matter(
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def drive(raw: Path, output: Path, processes: int = 1, moment: str = "never") -> None:
-    """In a process of its own: prepares the dataset, and may kill itself at the n-th call of a function."""
+@pytest.mark.parametrize("order", [[0, 1], [1, 0], [2, 0, 1], [3, 1, 4, 0, 2]], ids=str)
+def test_the_number_of_workers_does_not_matter(
+    raw: Path, reference: dict[str, str], tmp_path: Path, order: list[int]
+) -> None:
+    """One after the other, in any order: each but the last leaves the dataset to be completed."""
+    for i in order:
+        made = make(raw, tmp_path / "out", num_processes=1, worker=(i, len(order)))
+        assert (made is not None) == (tmp_path / "out").exists() == (i == order[-1])
+    assert content(tmp_path / "out") == reference
+
+
+def drive(raw: Path, output: Path, processes: int = 1, workers: int = 1, moment: str = "never") -> None:
+    """In a process of its own: prepares the worker that is its rank's, and may kill itself at the n-th call
+    of a function."""
     text_files.SPLIT_BYTES, tokenize_files.SHARD_BYTES = SMALL["SPLIT_BYTES"], SMALL["SHARD_BYTES"]
     if moment != "never":
         name, _, number = moment.partition(":")
@@ -125,12 +139,20 @@ def drive(raw: Path, output: Path, processes: int = 1, moment: str = "never") ->
             return original(*args, **kwargs)
 
         setattr(owner, name, dying)
-    make(raw, output, num_processes=processes)
+    worker = (dist.get_rank() if workers > 1 else 0, workers)
+    make(raw, output, num_processes=processes, worker=worker)
 
 
 def prepare_until_killed(raw: Path, output: Path, moment: str) -> None:
     with pytest.raises(AssertionError, match=f"rank 0 died with exit code {-signal.SIGKILL}"):
-        ranks.run(1, drive, raw, output, 1, moment)
+        ranks.run(1, drive, raw, output, 1, 1, moment)
+
+
+def test_workers_at_the_same_time(
+    raw: Path, reference: dict[str, str], tmp_path: Path, run_on: Callable[..., list[Any]]
+) -> None:
+    run_on(3, drive, raw, tmp_path / "out", 1, 3)
+    assert content(tmp_path / "out") == reference
 
 
 # ---- killed and continued
@@ -152,6 +174,7 @@ def test_killed_at_any_moment_it_goes_on(
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.full
 def test_killed_while_it_cleans_up(raw: Path, reference: dict[str, str], tmp_path: Path) -> None:
     """From the mark that all is whole until the name is given, only files that are no longer needed go."""
     prepare_until_killed(raw, tmp_path / "out", "unlink:200")
@@ -189,6 +212,7 @@ def test_done_work_is_not_done_again(raw: Path, tmp_path: Path, monkeypatch: pyt
     assert whole["scan"] == whole["encode"] >= 15
 
 
+@pytest.mark.full
 def test_a_killed_run_leaves_no_processes(raw: Path, tmp_path: Path) -> None:
     """Its workers end with it, in the middle of whatever they do."""
     running = ranks.Ranks(1, drive_in_a_session, raw, tmp_path / "out")
@@ -229,6 +253,7 @@ def test_a_killed_worker_ends_the_run_with_a_reason(raw: Path, tmp_path: Path) -
 # ---- input that changes, or is wrong
 
 
+@pytest.mark.full
 def test_an_edited_file_costs_only_its_own_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw, options = write_corpus(tmp_path / "in"), PrepareOptions(filters=(Length(min_words=3),))
     calls = counted(monkeypatch, "encode")
@@ -255,6 +280,7 @@ def test_an_edited_file_costs_only_its_own_splits(tmp_path: Path, monkeypatch: p
         assert fresh.fingerprint == made.fingerprint
 
 
+@pytest.mark.full
 def test_a_broken_line_stops_and_once_mended_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +303,7 @@ def test_a_broken_line_stops_and_once_mended_it_goes_on(
     assert again < calls["scan"] - again
 
 
+@pytest.mark.full
 def test_bad_lines_are_skipped_and_counted_if_asked_for(tmp_path: Path) -> None:
     raw = write_corpus(tmp_path / "in")
     before = make(raw, tmp_path / "before", num_processes=1)
@@ -306,6 +333,35 @@ def test_an_id_outside_the_vocabulary_is_named(raw: Path, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"in/\S+: (row \d+: )?token id 257 >= vocab_size 120"):
         prepare(find_files([str(raw)], "input"), tmp_path / "out", tokenizer, OPTIONS, num_processes=1)
     assert not (tmp_path / "out").exists()
+
+
+def test_another_cut_into_workers_at_the_same_time_is_refused(raw: Path, tmp_path: Path) -> None:
+    folder = work_folder(tmp_path / "out")
+    folder.mkdir()
+    with (
+        pipeline.locked(folder, tmp_path / "out", (0, 2)),
+        pytest.raises(ConfigError, match="a preparation by 2 workers is running"),
+    ):
+        make(raw, tmp_path / "out", num_processes=1)
+    assert make(raw, tmp_path / "out", num_processes=1) is not None  # nobody works on it any more
+
+
+def test_workers_of_other_files_at_the_same_time_are_refused(tmp_path: Path) -> None:
+    """They would mix: a split's number means another split."""
+    raw = write_corpus(tmp_path / "in")
+    folder = work_folder(tmp_path / "out")
+    folder.mkdir()
+    make(raw, tmp_path / "out", num_processes=1, worker=(0, 3))
+    with pipeline.locked(folder, tmp_path / "out", (0, 3)):
+        (raw / "0.txt").write_text("one more file at the same time")
+        with pytest.raises(ConfigError, match="another worker is preparing it from other files"):
+            make(raw, tmp_path / "out", num_processes=1, worker=(1, 3))
+    for i in range(3):  # nobody works on it any more
+        made = make(raw, tmp_path / "out", num_processes=1, worker=(i, 3))
+    fresh = make(raw, tmp_path / "fresh", num_processes=1)
+    assert made is not None
+    assert fresh is not None
+    assert made.fingerprint == fresh.fingerprint
 
 
 def test_an_old_marker_does_not_vouch_for_new_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

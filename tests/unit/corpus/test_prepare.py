@@ -1,4 +1,4 @@
-"""Pins `titanlite prepare`'s command line: file and overrides, filters of one's own, wrong words."""
+"""Pins `titanlite prepare`'s command line: file and overrides, filters of one's own, workers, wrong words."""
 
 from __future__ import annotations
 
@@ -67,9 +67,24 @@ def test_a_filter_of_ones_own(raw: Path, tmp_path: Path, monkeypatch: pytest.Mon
     sys.modules.pop("own_filters")
 
 
+def test_more_workers_than_work(raw: Path, tmp_path: Path) -> None:
+    """The first may complete it all; to the others that is no error."""
+    output = tmp_path / "workers"
+    for i in range(3):
+        assert run(raw, f"--output={output}", f"--worker={i}/3") == 0
+    assert TokenShards(output).num_documents == 20
+    with pytest.raises(ConfigError, match="exists"):  # but another options's dataset is not theirs
+        run(raw, f"--output={output}", "--worker=1/3", "--seed=1")
+    with pytest.raises(ConfigError, match="exists"):
+        run(raw, f"--output={output}")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--worker=2/2"], r"^command line, --worker: '2/2' is not I/N"),
+        (["--worker=1"], r"worker: '1' is not I/N"),
+        (["--worker=a/b"], r"not I/N"),
         (["--num_processes=-1"], r"num_processes: -1 is below 0"),
         (["--bad_lines=drop"], r"bad_lines: 'drop' is not allowed.*skip"),
         (["--sed=1"], r"unknown key 'sed'; did you mean 'seed'"),

@@ -211,6 +211,7 @@ def test_an_error_of_a_stream_names_its_key_and_line(
     ("words", "message"),
     [
         (["lines.txt"], "input: a stream is read alone"),
+        (["--worker=0/2"], "worker: a stream is read by one worker"),
         (["--split=test"], "split: applies to hf:NAME: write from_stream.split"),
         (["--from-stream.max_documents=-1"], "from_stream.max_documents: -1 is below 0"),
         (["--from-stream.name=line"], "unknown stream 'line'; did you mean 'lines'?"),
@@ -224,6 +225,7 @@ def test_wrong_words(
     assert not list(tmp_path.glob("*out*"))
 
 
+@pytest.mark.full
 def test_a_kill_loses_nothing(stream: LineStream, tmp_path: Path) -> None:
     """In processes of their own, in which nothing else has registered the tokenizer."""
     toml = write_toml(tmp_path, f'output = "{tmp_path}/out"\n[tokenizer]\nname = "bytes"')
