@@ -30,8 +30,7 @@ import titanlite.optim.muon
 import titanlite.optim.piecewise
 import titanlite.optim.power
 import titanlite.tokenizers.bytes
-import titanlite.tokenizers.huggingface
-import titanlite.tokenizers.sentencepiece  # noqa: F401
+import titanlite.tokenizers.huggingface  # noqa: F401
 from titanlite.attention.auto import Auto
 from titanlite.attention.base import AttentionBackend
 from titanlite.checkpoint.commit import MANIFEST
