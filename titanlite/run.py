@@ -338,7 +338,7 @@ class Run:
     def expert_metrics(self) -> dict[str, float]:
         """How evenly the experts were loaded in this step, if the model has experts; a detailed report has
         the table of their loads, too. Waits for the device."""
-        loads = self.model.settings.expert_loads
+        loads = self.model.expert_loads
         if loads is None or not (metrics := loads.metrics()):
             return {}
         if self.job.metrics.detail_is_due(self.state.step, self.job.training.steps):
