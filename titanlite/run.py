@@ -243,7 +243,7 @@ class Run:
         job, rt, model, state, sinks = self.job, self.rt, self.model, self.state, self.meter.sinks
         probe_is_due = partial(job.metrics.probe_is_due, last_step=job.training.steps)
         statistics = ParameterStatistics(model.net, self.optimizer, job.optimizer, rt)
-        loads = model.settings.expert_loads
+        loads = model.expert_loads
         extra = MeasuredRun(model=model, optimizer=self.optimizer, rt=rt, tokenizer=self.tokenizer)
         return [
             TrainingMetrics(

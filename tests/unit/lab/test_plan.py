@@ -37,7 +37,8 @@ from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import make_state
 from titanlite.optim.muon import Muon
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallelism import Parallelism
 
 H100 = next(card for card in CARDS if card.name == "H100")

@@ -17,7 +17,8 @@ from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.qwen3 import Qwen3
 from titanlite.models.qwen3_moe import Qwen3MoE
 from titanlite.parallel import fsdp
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallelism import Parallelism
 from titanlite.torch_compat import fake_process_group
 
