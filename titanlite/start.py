@@ -35,17 +35,17 @@ from titanlite.interop.formats import locate_base
 from titanlite.interop.initial import check_initial, load_base, load_initial
 from titanlite.interop.weights import ModelAndTokenizer
 from titanlite.job import TOKENIZER, Job, build_tokenizer
-from titanlite.lab.planned import planned_run
-from titanlite.lab.reshard import resolve_reshard
 from titanlite.log import logger
 from titanlite.metrics.guard import StepGuard
 from titanlite.metrics.memory import building
 from titanlite.metrics.meter import Meter, StepCost
 from titanlite.metrics.sinks.base import RunInfo, Sinks
 from titanlite.optim.ema import WeightAverage
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import Clipper
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallel.sharded_model import ShardedModel
+from titanlite.parallelism import Parallelism
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, environment
 from titanlite.runtime.training import BatchLayout
@@ -142,7 +142,7 @@ def assemble(job: Job, ranks: JobRanks, start: Start, dry: bool = False) -> Part
         if is_first:
             _check_initial_weights(job, tokenizer, start)
         tasks = job.validation.open_tasks(tokenizer, job.training.seq_len)
-        sequences = _open_data(job, tokenizer, start, dry)
+        sequences = open_data(job, tokenizer, start, dry)
     resolved, stages = open_stages(job, ranks.world_size, sequences)
     about += about_steps(job, resolved)
     job = resolved
@@ -203,9 +203,8 @@ def shard_model(job: Job, rt: Runtime) -> tuple[ShardedModel, str]:
 
 def parallel_settings(job: Job, rt: Runtime, attention: AttentionBackend) -> ParallelSettings:
     """The settings that decide how the model is sharded and run. Collective."""
-    make_run = partial(planned_run, job, rt.world_size, rt.param_dtype)
     return ParallelSettings(
-        parallelism=resolve_reshard(job.parallelism, rt, make_run),
+        parallelism=_resolve_reshard(job, rt),
         attention=attention,
         activation_checkpoint=job.activation_checkpoint,
         compile=job.compile,
@@ -216,6 +215,21 @@ def parallel_settings(job: Job, rt: Runtime, attention: AttentionBackend) -> Par
         cpu_offload=job.training.enable_cpu_offload,
         clock=rt.clock,
     )
+
+
+def _resolve_reshard(job: Job, rt: Runtime) -> Parallelism:
+    """The section [parallelism] with "always" or "never" for a fsdp_reshard_after_forward of "default", and a
+    line in the log. Unchanged on a CPU and without FSDP. Collective: all ranks decide by the memory of the
+    smallest GPU."""
+    is_sharded_on_gpus = rt.device.type == "cuda" and rt.mesh.device_mesh is not None
+    if job.parallelism.fsdp_reshard_after_forward != "default" or not is_sharded_on_gpus:
+        return job.parallelism
+    frees, reason = job.step_memory(rt.world_size, rt.param_dtype).reshard(rt.smallest_memory())
+    action = (
+        "frees gathered weights after the forward" if frees else "keeps gathered weights for the backward"
+    )
+    logger.info(f"FSDP {action}: {reason}")
+    return replace(job.parallelism, fsdp_reshard_after_forward="always" if frees else "never")
 
 
 def open_tokenizer(job: Job) -> Tokenizer:
@@ -258,7 +272,7 @@ def _check_initial_weights(job: Job, tokenizer: Tokenizer, start: Start) -> None
     check_initial(path, ModelAndTokenizer(job.model, tokenizer), is_base=job.lora.enable)
 
 
-def _open_data(job: Job, tokenizer: Tokenizer, start: Start, dry: bool) -> RunSequences:
+def open_data(job: Job, tokenizer: Tokenizer, start: Start, dry: bool = False) -> RunSequences:
     """The sequences of the run; sources of raw text are tokenised on first use, but not if `dry`."""
     with _restartable(start):
         make = job.data.check if dry else job.data.build
@@ -284,7 +298,7 @@ def open_stages(job: Job, num_ranks: int, sequences: RunSequences) -> tuple[Job,
     """The job with all its amounts of training as numbers of steps and sequences, and its stages, whose
     weights the sources get. Raises ConfigError for numbers of steps that do not fit together."""
     resolved = job.resolved(num_ranks, sequences.epoch_sequences)
-    batch = BatchLayout.of(job.training, job.parallelism.degrees(num_ranks).data_parallel)
+    batch = BatchLayout.from_training(job.training, job.parallelism.degrees(num_ranks).data_parallel)
     sequences.layout = LoaderLayout(batch.num_ranks, job.data.num_workers, batch.micro_batch_size)
     stages = resolved.open_stages(batch.global_size)
     weights = [stage.weights_of(short_names(job.data.sources)) for stage in stages.stages]

@@ -32,10 +32,10 @@ from titanlite.models.base import Decoder
 from titanlite.options import take_flag, take_numbers
 from titanlite.parallel import dry_run
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
-from titanlite.parallel.apply import ParallelSettings
 from titanlite.parallel.expert_loads import check_routers
 from titanlite.parallel.float8 import split_layers
 from titanlite.parallel.pipeline_parallel import check_auxiliary_losses
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.runtime.environment import set_library_defaults
 from titanlite.runtime.process import pick_device
 from titanlite.runtime.training import BatchLayout, choose_param_dtype
@@ -139,7 +139,7 @@ def check_inputs(job: Job, ranks: int) -> tuple[Job, int, list[str]]:
         unchecked.append("data that is tokenised or packed when a run first starts")
         job = job.resolved(ranks)
         train = start.candidate.train if isinstance(start, Resume) else None
-        batch = BatchLayout.of(job.training, job.parallelism.degrees(ranks).data_parallel)
+        batch = BatchLayout.from_training(job.training, job.parallelism.degrees(ranks).data_parallel)
         check_global_batch(job, batch.global_size, train)
         skipped_sequences(job, train)
     return job, open_tokenizer(job).vocab_size, unchecked
