@@ -4,14 +4,13 @@ opens and checks all that the run reads. Neither writes into the run folder, so 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -61,39 +60,6 @@ def decide_start(job: Job, ranks: Ranks, lock: FolderLock) -> Start:
     return ranks.from_rank_zero(lambda: decide(job.checkpoint, job.folder, lock=lock))
 
 
-class JobRanks(Protocol):
-    """The ranks of a job, as `assemble` needs them: a Runtime, or a DryRun of that many ranks."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def rank_zero_first(self) -> AbstractContextManager[None]: ...
-
-    def gather(self, value: Any) -> list[Any]: ...
-
-    def gather_floats(self, values: Sequence[float]) -> list[list[float]]: ...
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """Stands for the `world_size` ranks of a job in a process that does not train."""
-
-    world_size: int
-    rank: int = 0
-
-    def rank_zero_first(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
-        return [list(values)]
-
-
 @dataclass(frozen=True)
 class Parts:
     """The inputs of a run, open and checked. `job`: with all amounts of training as numbers of steps and
@@ -123,27 +89,26 @@ class NotReady(Exception):
     """Data would have to be tokenised, packed or hashed, which a dry run does not do."""
 
 
-def assemble(job: Job, ranks: JobRanks, start: Start, dry: bool = False) -> Parts:
-    """Open and check what the run reads, which are tokenizer, initial weights, tasks and data, against the
-    model and the run that is continued. Cheap checks come first, because data may be tokenised for long.
-    Raises ConfigError, LoaderError if a run that resumes cannot read its input now, and NotReady in a dry
-    run. Collective."""
+def assemble(job: Job, num_ranks: int, ranks: Ranks, start: Start, dry: bool = False) -> Parts:
+    """Open and check what a run on `num_ranks` ranks reads, which are tokenizer, initial weights, tasks and
+    data, against the model and the run that is continued. Cheap checks come first, because data may be
+    tokenised for long. Raises ConfigError, LoaderError if a run that resumes cannot read its input now, and
+    NotReady in a dry run. Collective over `ranks`, which are one process in a dry run."""
     tokenizer = open_tokenizer(job)
     net = job.build_on_meta()
     about = summary(job, net, tokenizer.vocab_size)
     train = start.candidate.train if isinstance(start, Resume) else None
     is_first = ranks.rank == 0  # an error of rank 0 is raised on every rank
-    with ranks.rank_zero_first():
-        sources = _pinned_sources(job, start) if is_first else job.data.sources
     if job.data.stream is not None:
-        job = replace(job, data=replace(job.data, sources=ranks.gather(sources)[0]))
+        sources = ranks.from_rank_zero(lambda: _pinned(job, start))
+        job = replace(job, data=replace(job.data, sources=sources))
     with ranks.rank_zero_first():
         _check_labels(job, tokenizer, start)
         if is_first:
             _check_initial_weights(job, tokenizer, start)
         tasks = job.validation.open_tasks(tokenizer, job.training.seq_len)
         sequences = open_data(job, tokenizer, start, dry)
-    resolved, stages = open_stages(job, ranks.world_size, sequences)
+    resolved, stages = open_stages(job, num_ranks, sequences)
     about += about_steps(job, resolved)
     job = resolved
     identity = job.identity(sequences.identity, sequences.names)
@@ -239,17 +204,15 @@ def open_tokenizer(job: Job) -> Tokenizer:
     return tokenizer
 
 
-def _pinned_sources(job: Job, start: Start) -> list[Source]:
-    """The sources of the job. A stream names the version of its documents, such as a commit: the recorded
-    version for a run that resumes, or else the newest one."""
-    stream = job.data.stream
-    if stream is None:
-        return job.data.sources
+def _pinned(job: Job, start: Start) -> list[Source]:
+    """The stream of the job, which is its only source and names the version of its documents, such as a
+    commit: the recorded version for a run that resumes, or else the newest one."""
     recorded: dict[str, Any] = {}
     if isinstance(start, Resume):
         recorded = toml.parse(start.candidate.job_toml)["data"]["sources"][0]
     with _restartable(start), keys_in("data.sources.0"):
-        return [stream.pinned(recorded)]
+        assert job.data.stream is not None
+        return [job.data.stream.pinned(recorded)]
 
 
 def _check_labels(job: Job, tokenizer: Tokenizer, start: Start) -> None:
@@ -306,23 +269,18 @@ def open_stages(job: Job, num_ranks: int, sequences: RunSequences) -> tuple[Job,
     return resolved, stages
 
 
-def check_same_on_all_ranks(job: Job, identity: dict[str, Any], ranks: JobRanks) -> None:
+def check_same_on_all_ranks(job: Job, identity: dict[str, Any], ranks: Ranks) -> None:
     """Raises ConfigError on all ranks unless all ranks have the same run identity and skip the same
     sequences. Collective."""
     data = {**identity["data"], "skip_sequences": job.data.skipped.as_lists()}
     own = {**identity, "data": data}
-    sha256 = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest()
-    digests = ranks.gather_floats([float(int.from_bytes(sha256[:6], "little"))])  # exact: 48 bits
-    if all(digest == digests[0] for digest in digests):
-        return  # whole identities of thousands of ranks are large: they are gathered only for the message
-    identities = ranks.gather(own)
-    for rank, other in enumerate(identities):
-        changes = [
-            f"{key} is {spell(value)} on rank {rank}, {spell(first)} on rank 0"
-            for key, first, value in differences(identities[0], other)
-        ]
-        if changes:
-            raise ConfigError(f"data, tokenizer or model differ: {listed(changes, separator='; ')}")
+    first = ranks.from_rank_zero(lambda: own)
+    changes = [
+        f"{key} is {spell(value)} on rank {ranks.rank}, {spell(known)} on rank 0"
+        for key, known, value in differences(first, own)
+    ]
+    if found := ranks.first(changes or None):
+        raise ConfigError(f"data, tokenizer or model differ: {listed(found, separator='; ')}")
 
 
 def last_sequence(job: Job, stages: Stages, step: int, position: int, skipped: SkippedSequences) -> int:

@@ -9,10 +9,11 @@ NGPU=8 ./run_train.sh CONFIG [--section.key=value ...]       one process per GPU
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 from titanlite.checkpoint.lock import FolderLock
-from titanlite.checkpoint.ranks import Ranks
+from titanlite.checkpoint.ranks import TIMEOUT, Ranks
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.overrides import split_arguments
@@ -75,9 +76,10 @@ def build(job: Job, rt: Runtime, lock: FolderLock) -> Run:
     Cheap compatibility checks run first; the run folder is not written to until they have passed."""
     use_compile_cache(job.compile.cache_dir, job.compile.enable, rt.device, job.folder)
     model, kernel = shard_model(job, rt)
-    ranks = Ranks(job.folder / job.checkpoint.folder)
+    timeout = max(TIMEOUT, timedelta(seconds=job.comm.init_timeout_seconds))
+    ranks = Ranks(job.folder / job.checkpoint.folder, timeout=timeout)
     start = decide_start(job, ranks, lock)
-    parts = assemble(job, rt, start)
+    parts = assemble(job, rt.world_size, ranks, start)
     job, stages = parts.job, parts.stages
     checkpoints = open_checkpoints(parts, start, ranks, lock)
     log_start(job, rt, parts.about, parts.sequences, kernel)

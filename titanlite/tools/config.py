@@ -22,6 +22,7 @@ from collections.abc import Sequence
 
 import torch
 
+from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.start import Resume, decide
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
@@ -40,7 +41,6 @@ from titanlite.runtime.environment import set_library_defaults
 from titanlite.runtime.process import pick_device
 from titanlite.runtime.training import BatchLayout, choose_param_dtype
 from titanlite.start import (
-    DryRun,
     NotReady,
     assemble,
     check_device,
@@ -134,7 +134,7 @@ def check_inputs(job: Job, ranks: int) -> tuple[Job, int, list[str]]:
     unchecked = check_this_device(job, ranks)
     start = decide(job.checkpoint, job.folder)
     try:
-        job = assemble(job, DryRun(ranks), start, dry=True).job
+        job = assemble(job, ranks, Ranks(job.folder, alone=True), start, dry=True).job
     except NotReady:
         unchecked.append("data that is tokenised or packed when a run first starts")
         job = job.resolved(ranks)
