@@ -353,9 +353,7 @@ def open_checkpoints(parts: Parts, start: Start, ranks: Ranks, lock: FolderLock)
     """The checkpoints of the run, whose folder is made and locked. Collective."""
     job = parts.job
     distance = job.guard.rewind_distance
-    return Checkpointer(
-        job.checkpoint, job.folder, parts.identity, parts.job_toml, start, ranks, lock, distance
-    )
+    return Checkpointer(job.checkpoint, parts.identity, parts.job_toml, start, ranks, lock, distance)
 
 
 def load_state(

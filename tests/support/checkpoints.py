@@ -120,7 +120,7 @@ def start_run(
 
     try:
         start = ranks.from_rank_zero(decided)
-        return Checkpointer(config, folder, identity, "[job]\n", start, ranks, lock, distance)
+        return Checkpointer(config, identity, "[job]\n", start, ranks, lock, distance)
     except BaseException:
         lock.close()
         raise

@@ -9,7 +9,6 @@ import functools
 import json
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint import commit, last_commit, resume
@@ -51,14 +50,13 @@ class Checkpointer:
     collective.
 
     `identity`: the run identity, nested plain values that a resumed run must share. `job_toml`: stored in
-    every checkpoint. `lock`: used on rank 0. `rewind_distance`: one healthy checkpoint that is at least so
-    many steps older than the newest checkpoint is kept, because the run may go back to it after a spike; None
-    for a run that never does."""
+    every checkpoint. `lock`: of the run folder; used on rank 0. `rewind_distance`: one healthy checkpoint
+    that is at least so many steps older than the newest checkpoint is kept, because the run may go back to it
+    after a spike; None for a run that never does."""
 
     def __init__(
         self,
         config: Checkpoint,
-        dump_folder: Path,
         identity: dict[str, Any],
         job_toml: str,
         start: Start,
@@ -66,9 +64,9 @@ class Checkpointer:
         lock: FolderLock,
         rewind_distance: int | None = None,
     ):
-        self.config, self.folder = config, dump_folder / config.folder
+        self.config, self.folder = config, lock.folder / config.folder
         self.identity, self.job_toml, self._rewind_distance = identity, job_toml, rewind_distance
-        self._run_folder, self._start, self.ranks, self._lock = dump_folder, start, ranks, lock
+        self._run_folder, self._start, self.ranks, self._lock = lock.folder, start, ranks, lock
         self.candidate = start.candidate if isinstance(start, Resume) else None
         """The checkpoint that the run resumed from; None for a new run. A rewind sets it."""
         self._newly_committed = deque[int]()

@@ -7,6 +7,7 @@ directory first, so `step-N` is never half a checkpoint."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
@@ -185,6 +186,10 @@ def read_file(path: Path, name: str, manifest: dict[str, Any]) -> bytes:
         data = (path / name).read_bytes()
     except FileNotFoundError:
         raise Damaged(f"{name} is missing") from None
+    except OSError as e:
+        if e.errno != errno.EIO:  # only a bad sector is damage
+            raise
+        raise Damaged(f"{name} cannot be read: {e.strerror}") from None
     if name not in manifest["files"] or hashlib.sha256(data).hexdigest() != manifest["files"][name]["sha256"]:
         raise Damaged(f"{name} is not what was written: its SHA-256 differs")
     return data

@@ -25,7 +25,7 @@ class FolderLock:
     """The lock on the run folder `folder`. Used on rank 0. Leaving its context releases the lock."""
 
     def __init__(self, folder: Path):
-        self._folder, self._path = folder, folder / "LOCK"
+        self.folder, self._path = folder, folder / "LOCK"
         self._file: IO[str] | None = None
 
     def __enter__(self) -> FolderLock:
@@ -41,16 +41,16 @@ class FolderLock:
         if self._file is not None:
             return False
         try:
-            make_folder(self._folder)
+            make_folder(self.folder)
             self._file = open(self._path, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115
         except OSError as e:
-            raise ConfigError(f"{self._folder} cannot be written to: {e}", "job.dump_folder") from None
+            raise ConfigError(f"{self.folder} cannot be written to: {e}", "job.dump_folder") from None
         wait_s = WAIT_S if wait_s is None else wait_s
         deadline, has_warned = time.monotonic() + wait_s, False
         while not self._try(self._file):
             self._file.seek(0)
             holder = self._file.read().strip() or "another process"
-            in_use = f"{self._folder} is in use by {holder}"
+            in_use = f"{self.folder} is in use by {holder}"
             if time.monotonic() >= deadline:
                 self.close()
                 raise ConfigError(f"{in_use}; stop it, or choose another --job.dump_folder")
