@@ -47,8 +47,6 @@ LEFT_OUT = [  # what the runs leave out: it takes no memory of a step, or writes
     "--generation.prompts=[]",
     "--profiling.enable_profiling=false",
     "--profiling.enable_memory_snapshot=false",
-    "--metrics.enable_tensorboard=false",
-    "--metrics.enable_wandb=false",
     "--metrics.sinks=[]",
     "--metrics.log_freq=1",
 ]
