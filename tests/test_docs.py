@@ -12,7 +12,7 @@ import pytest
 import tiktoken
 
 from benchmarks import olmoe_run, optimizer_tables, trained_run
-from tests.support import planning_page, stages_page, suite_times
+from tests.support import metric_tables, planning_page, stages_page, suite_times
 from tests.support.quoted_code import PAGES, QUOTE, ROOT, refreshed
 from titanlite.config.schema import FIELD_TYPES
 from titanlite.job import load_job
@@ -54,6 +54,16 @@ def test_the_table_of_test_times_is_written_from_the_measurement() -> None:
     readme = suite_times.README.read_text(encoding="utf-8")
     sentence = "runs the 1,200 tests of the default tier in 62 min 5 s on two cores"
     assert suite_times.with_count(readme, {suite_times.DEFAULT_TIER: result}).count(sentence) == 1
+
+
+def test_the_tables_of_metrics_are_those_of_the_docstrings() -> None:
+    page = metric_tables.PAGE.read_text(encoding="utf-8")
+    assert page == metric_tables.refreshed(page), "run: python -m tests.support.metric_tables"
+    assert metric_tables.refreshed(page.replace("| mean loss", "| a loss")) == page  # control
+    shown = [name for match in metric_tables.TABLE.finditer(page) for name in match[2].split(", ")]
+    assert sorted(shown) == sorted(metric_tables.all_entries()), "each class has one place on the page"
+    assert metric_tables.is_described("loss/source/code")
+    assert not metric_tables.is_described("loss/sources")
 
 
 def keys_of(schema: dict[str, Any]) -> set[str]:

@@ -28,7 +28,7 @@ from titanlite.lab.memory import rank_memory
 from titanlite.lab.plan import planned_run
 from titanlite.lab.planned import PlannedRun
 from titanlite.lab.trial_runs import LOOK_S, RunFailed, end_runs, groups_of_gpus, start_run, stoppable
-from titanlite.log import for_terminal, tell
+from titanlite.log import tell
 from titanlite.metrics.memory import REMEDIES, OutOfMemory
 from titanlite.report.recorded_run import Record, read_run
 from titanlite.runtime.signals import Stopped, StopRequests
@@ -138,7 +138,7 @@ class _Trainer:
     def planned(self, size: int) -> PlannedRun:
         """The job with micro-batches of `size` sequences."""
         training = _with_size(self.job, size).training
-        batch = BatchLayout.of(training, self._run.degrees.data_parallel)
+        batch = BatchLayout.from_training(training, self._run.degrees.data_parallel)
         sizes = self.job.batch_sizes(batch.global_size)
         return replace(self._run, training=training, global_batch=max(sizes.values()))
 
@@ -184,7 +184,7 @@ class _Trainer:
         """The overrides of a run. More than two micro-batches per step take no more memory, except in a
         pipeline; stages end after numbers of sequences, which fewer per step might not reach."""
         run = self.planned(size)
-        batch = BatchLayout.of(run.training, run.degrees.data_parallel).global_size
+        batch = BatchLayout.from_training(run.training, run.degrees.data_parallel).global_size
         if not self.has_whole_steps(size):
             batch = 2 * size * run.degrees.data_parallel
         own = [f"--training.local_batch_size={size}", f"--training.global_batch_size={batch}"]
@@ -261,7 +261,7 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
         trials = find(sizes, trainer.planned_gib, card.memory_gib, trainer)
     fitting = [trial for trial in trials if trial.fits(card.memory_gib)]
     lines = [_table(trials, trainer), *(_answer(fitting, trials, sizes, trainer) if fitting else [])]
-    print(for_terminal("\n".join(lines)))
+    print("\n".join(lines))
     if not fitting:
         text = f"even training.local_batch_size={sizes[0]} does not fit. Settings that need less memory:"
         raise OutOfMemory(f"{text}{REMEDIES}")

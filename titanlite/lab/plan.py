@@ -35,10 +35,8 @@ from titanlite.lab.memory_picture import memory_svg
 from titanlite.lab.optimum import RULE, optimum
 from titanlite.lab.planned import MAX_BLOCKS, PlannedRun
 from titanlite.lab.saves import GPU_HOURS_PER_FAILURE, best_saves, span
-from titanlite.lab.sharding import knows_state
 from titanlite.lab.step_time import guesses
 from titanlite.lab.verbs import plan_arguments
-from titanlite.log import for_terminal
 from titanlite.models.base import Decoder
 from titanlite.parallel.dry_run import too_many_shards
 from titanlite.report.charts import short
@@ -73,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     if options.svg is not None:
         title = f"{options.config}: {plan['layout']} of {plan['gpus']} x {plan['gpu']}, GiB per rank"
         write_atomically(options.svg, memory_svg(layout.memory.moments, plan["memory"]["card_gib"], title))
-    print(json.dumps(plan, indent=1) if options.json else for_terminal(_text(plan)))
+    print(json.dumps(plan, indent=1) if options.json else _text(plan))
     return 0
 
 
@@ -200,7 +198,7 @@ def _model(job: Job, net: Decoder) -> dict[str, Any]:
 
 def _length(job: Job, run: PlannedRun, epoch: int | None, why_not: str) -> dict[str, Any]:
     """Steps, tokens, FLOPs and epochs of the whole run. `job`: resolved."""
-    batch = BatchLayout.of(run.training, run.degrees.data_parallel)
+    batch = BatchLayout.from_training(run.training, run.degrees.data_parallel)
     stages, training = job.open_stages(batch.global_size), job.training
     end = stages.step_sizes.position_after(training.steps)
     flops = 0
@@ -303,7 +301,9 @@ def _notes(
             "memory of experts was at most 0.5% off in runs on one GPU, and is unmeasured with expert "
             "parallel; tokens are taken to choose all experts equally often"
         )
-    if not knows_state(run.optimizer):
+    optimizer = run.optimizer
+    rules = {name: group.rule for group, names in optimizer.grouped(run.net).items() for name in names}
+    if None in [optimizer.state_bytes(run.net.get_parameter(name), rule) for name, rule in rules.items()]:
         notes.append(f"the state of {run.optimizer.name!r} is taken to be two fp32 moments per parameter")
     if job.data.mask_documents:
         notes.append("attention is counted over whole sequences; documents that are masked need less time")

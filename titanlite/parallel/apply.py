@@ -15,7 +15,7 @@ import torch
 from titanlite.attention.auto import Auto
 from titanlite.attention.base import AttentionBackend
 from titanlite.losses import WHOLE_VOCABULARY, Loss
-from titanlite.mesh import Mesh, Parallelism
+from titanlite.mesh import Mesh
 from titanlite.models.base import Decoder, HeadFn, logits
 from titanlite.models.load_balance import LoadBalance
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint, apply_activation_checkpoint
@@ -35,6 +35,7 @@ from titanlite.parallel.tensor_parallel import (
     vocabulary_shard,
 )
 from titanlite.parallel.torch_compat import enable_async_tensor_parallel, recompute_float8_copies
+from titanlite.parallelism import Parallelism
 from titanlite.step_clock import StepClock
 
 

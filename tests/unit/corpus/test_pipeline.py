@@ -113,7 +113,6 @@ def test_the_number_of_processes_does_not_matter(
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("order", [[0, 1], [1, 0], [2, 0, 1], [3, 1, 4, 0, 2]], ids=str)
 def test_the_number_of_workers_does_not_matter(
     raw: Path, reference: dict[str, str], tmp_path: Path, order: list[int]
@@ -149,7 +148,6 @@ def prepare_until_killed(raw: Path, output: Path, moment: str) -> None:
         ranks.run(1, drive, raw, output, 1, 1, moment)
 
 
-@pytest.mark.full
 def test_workers_at_the_same_time(
     raw: Path, reference: dict[str, str], tmp_path: Path, run_on: Callable[..., list[Any]]
 ) -> None:
@@ -348,7 +346,6 @@ def test_another_cut_into_workers_at_the_same_time_is_refused(raw: Path, tmp_pat
     assert make(raw, tmp_path / "out", num_processes=1) is not None  # nobody works on it any more
 
 
-@pytest.mark.full
 def test_workers_of_other_files_at_the_same_time_are_refused(tmp_path: Path) -> None:
     """They would mix: a split's number means another split."""
     raw = write_corpus(tmp_path / "in")

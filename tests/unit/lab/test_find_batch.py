@@ -174,7 +174,7 @@ def test_a_run_counts_by_its_end(
     monkeypatch.setattr(find_batch, "start_run", start)
     trial = made_up_trainer(tmp_path, corpus, monkeypatch)(1)
     assert trial.fits(80.0) == fits
-    wanted = Trial(1, 50.0, 51.0, 3) if fits else Trial(1, out_of_memory="out of memory in step 4, forward")
+    wanted = Trial(1, 50.0, 51.0, 3.0) if fits else Trial(1, out_of_memory="out of memory in step 4, forward")
     assert repr(trial) == repr(wanted)
 
 

@@ -27,7 +27,7 @@ from titanlite.lab.planned import PlannedRun
 from titanlite.lab.sharding import parameters_of, rank_parameters
 from titanlite.lab.step_time import guesses
 from titanlite.losses import ChunkedCrossEntropy
-from titanlite.mesh import Parallelism, build_mesh, local_shard
+from titanlite.mesh import build_mesh, local_shard
 from titanlite.models.base import ModelFamily
 from titanlite.models.llama3 import Llama3
 from titanlite.models.olmoe import Olmoe
@@ -38,6 +38,7 @@ from titanlite.optim.base import make_state
 from titanlite.optim.muon import Muon
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallelism import Parallelism
 
 H100 = next(card for card in CARDS if card.name == "H100")
 LAYOUTS = [{}, {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}]

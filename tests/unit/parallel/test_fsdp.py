@@ -12,12 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from tests.support.fsdp import reshards_after_forward
 from titanlite.config.component import ConfigError
 from titanlite.losses import CrossEntropy
-from titanlite.mesh import Parallelism, build_mesh
+from titanlite.mesh import build_mesh
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.qwen3 import Qwen3
 from titanlite.models.qwen3_moe import Qwen3MoE
 from titanlite.parallel import fsdp
 from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallelism import Parallelism
 from titanlite.torch_compat import fake_process_group
 
 SHAPE = {"n_layers": 3, "tie_word_embeddings": False}

@@ -23,9 +23,10 @@ from titanlite.attention.base import Attention
 from titanlite.attention.sdpa import SDPAttention
 from titanlite.data.batch import Batch
 from titanlite.losses import cross_entropy
+from titanlite.metrics.probe import probe_metrics
 from titanlite.models.decoder import Block, RotaryDecoder
 from titanlite.models.layers import apply_rope, rope_tables
-from titanlite.parallel.probe import BlockStatistics, probe_metrics
+from titanlite.parallel.probe import BlockStatistics
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.torch_compat import compilations
 from titanlite.train import train
