@@ -12,7 +12,7 @@ import pytest
 import tiktoken
 
 from benchmarks import olmoe_run, optimizer_tables, trained_run
-from tests.support import planning_page, stages_page, suite_times
+from tests.support import metric_tables, planning_page, stages_page, suite_times
 from tests.support.quoted_code import PAGES, QUOTE, ROOT, refreshed
 from titanlite.config.schema import FIELD_TYPES
 from titanlite.job import load_job
@@ -56,32 +56,14 @@ def test_the_table_of_test_times_is_written_from_the_measurement() -> None:
     assert suite_times.with_count(readme, {suite_times.DEFAULT_TIER: result}).count(sentence) == 1
 
 
-PREFIXES = (
-    "train|eval|throughput|probe|time|memory|gpu|data|progress|compile|checkpoint|norms|logits|numerics|moe"
-)
-NAME = re.compile(rf'"((?:{PREFIXES})/[a-z0-9_]+)"')
-
-
-def test_the_page_on_metrics_has_every_metric_of_the_code() -> None:
-    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "titanlite").rglob("*.py"))
-    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
-    cells = re.findall(r"^\| (`[^|]*) \|", page, flags=re.MULTILINE)
-    listed = [name for cell in cells for name in re.findall(r"`([\w/]+/\w+)`", cell)]
-    tasks = {name for name in listed if name.startswith("tasks/NAME/")}
-    assert len(listed) == len(set(listed))
-    by_formula = {"train/NAME", "train/z_loss", "model/NAME", "loss/source/NAME", "loss/position_00"}
-    by_formula |= {f"eval/NAME/{value}" for value in ("loss", "perplexity", "bits_per_byte")}
-    assert set(listed) - by_formula - tasks == set(NAME.findall(code))
-    of_a_task = ("acc", "acc_norm", "acc_bytes", "acc_stderr", "perplexity")
-    assert tasks == {f"tasks/NAME/{prefix}{name}" for prefix in ("", "ema_") for name in of_a_task}
-    assert 'f"tasks/{self.task.name}/{prefix}{name}"' in code
-    assert 'task.metrics(scores, "ema_")' in code
-    assert 'f"train/{name}"' in code
-    assert 'return ("z_loss",)' in code
-    assert 'f"loss/source/{name}"' in code
-    assert '_named(f"eval/{names[k]}", *means)' in code
-    assert 'f"loss/position_{i:02}"' in code
-    assert 'f"model/{name}"' in code
+def test_the_tables_of_metrics_are_those_of_the_docstrings() -> None:
+    page = metric_tables.PAGE.read_text(encoding="utf-8")
+    assert page == metric_tables.refreshed(page), "run: python -m tests.support.metric_tables"
+    assert metric_tables.refreshed(page.replace("| mean loss", "| a loss")) == page  # control
+    shown = [name for match in metric_tables.TABLE.finditer(page) for name in match[2].split(", ")]
+    assert sorted(shown) == sorted(metric_tables.all_entries()), "each class has one place on the page"
+    assert metric_tables.is_described("loss/source/code")
+    assert not metric_tables.is_described("loss/sources")
 
 
 def keys_of(schema: dict[str, Any]) -> set[str]:

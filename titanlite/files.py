@@ -1,8 +1,6 @@
-"""Reading and writing single files in folders that other people or programs can write to.
+"""Reading files that a user names, and writing files and folders so that they are there whole or not at all.
 
-Only regular files are read: a named pipe could block the reader for ever, and a device has no end. Files of a
-run folder are written under a random new name and then renamed, and links are not followed; otherwise
-somebody who can place a link in the folder could choose which file is overwritten.
+Only regular files are read: a named pipe could block the reader for ever, and a device has no end.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 READ_BYTES = 8 << 20  # read at a time from a file that is hashed
 MAX_BYTES = 1 << 30  # largest file that is read as a whole
@@ -31,7 +28,7 @@ REFUSALS = {
 }  # fmt: skip
 KINDS = {
     stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFLNK: "a link",
+    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
 }  # fmt: skip
 HUB_CACHE_NAMES = ("models--", "datasets--", "spaces--")  # of a repository's folder in Hugging Face's cache
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -55,15 +52,8 @@ class FileFault(ValueError):
 def open_regular(path: str | Path) -> io.BufferedReader:
     """Open a regular file, or a link to a regular file, for reading. Raises FileFault at once for anything
     else."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except OSError as e:
-        if e.errno == errno.ELOOP:
-            raise FileFault("it is a link that leads to no file") from None
-        if e.errno == errno.ENXIO:
-            raise FileFault("it is a socket or a device, not a file") from None
-        raise
-    return io.BufferedReader(io.FileIO(_regular(fd)))
+    check_regular(path)
+    return open(path, "rb")
 
 
 def read_regular(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
@@ -76,9 +66,11 @@ def read_regular(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
     return data
 
 
-def check_regular(path: Path) -> None:
+def check_regular(path: str | Path) -> None:
     """Raises FileFault unless `path` is a regular file or a link to one. Called before a library opens it."""
-    open_regular(path).close()
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        raise FileFault(f"it is {KINDS.get(stat.S_IFMT(mode), 'of another kind')}, not a file")
 
 
 def if_on_hub(path: str | Path, kind: str = "model") -> str:
@@ -186,19 +178,6 @@ def hash_file(path: Path) -> tuple[int, str]:
     return size, sha.hexdigest()
 
 
-def open_own(path: Path) -> IO[str]:
-    """Open a file of a run folder for reading and appending; create it if it is missing. Raises FileFault for
-    anything that is not a regular file, also for a link to one."""
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-    try:
-        fd = os.open(path, flags, 0o666)
-    except OSError as e:
-        if e.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise FileFault(f"it is {_kind(os.lstat(path).st_mode)}, not a file") from None
-        raise
-    return os.fdopen(_regular(fd), "a+", encoding="utf-8", errors="replace")
-
-
 @contextmanager
 def named(path: str | Path) -> Iterator[None]:
     """Add `path` to an OSError of the body that names no file. An error of writing to a file descriptor, such
@@ -211,15 +190,3 @@ def named(path: str | Path) -> Iterator[None]:
         if e.filename is None:
             e.filename = str(path)
         raise
-
-
-def _regular(fd: int) -> int:
-    mode = os.fstat(fd).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(fd)
-        raise FileFault(f"it is {_kind(mode)}, not a file")
-    return fd
-
-
-def _kind(mode: int) -> str:
-    return KINDS.get(stat.S_IFMT(mode), "of another kind")

@@ -48,7 +48,6 @@ from titanlite.evaluate import Validation
 from titanlite.generate import Generation
 from titanlite.log import tell
 from titanlite.losses import ChunkedCrossEntropy, Loss
-from titanlite.mesh import Parallelism
 from titanlite.metrics.guard import Guard
 from titanlite.metrics.meter import Metrics
 from titanlite.metrics.profiling import Profiling
@@ -65,6 +64,7 @@ from titanlite.parallel.compile import Compile
 from titanlite.parallel.expert_parallel import check_expert_parallel
 from titanlite.parallel.float8 import Float8
 from titanlite.parallel.pipeline_parallel import check_pipeline_parallel
+from titanlite.parallelism import Parallelism
 from titanlite.runtime import environment
 from titanlite.runtime.process_group import Comm
 from titanlite.runtime.training import BatchLayout, Training
@@ -180,8 +180,6 @@ class Job:
             cpu_offload=training.enable_cpu_offload,
         )
         self.moe.check(self.model.num_experts, trains_adapters=self.lora.enable)
-        if self.checkpoint.export_hf:
-            self.moe.check_export()
         self.lora.check(self.checkpoint.initial_load_path, self.float8.enable)
         if training.enable_cpu_offload:
             self.optimizer.check_cpu_offload()
@@ -323,7 +321,7 @@ def load_job(
     import_components(tree, locator, allow_imports)
     job = toml.build(Job, tree, locator)
     # The launcher tells it for its ranks.
-    if environment.launcher_pid() is None and environment.global_rank() == 0:
+    if environment.launcher_pid() is None and environment.place().rank == 0:
         for line in locator.left_out:
             _tell_once(line)
     try:

@@ -30,7 +30,6 @@ from titanlite.data.sources import short_names
 from titanlite.errors import LoaderError
 from titanlite.files import write_atomically
 from titanlite.flops import peak_bf16_flops
-from titanlite.interop.exporter import Exporter
 from titanlite.interop.formats import locate_base
 from titanlite.interop.initial import check_initial, load_base, load_initial
 from titanlite.interop.weights import ModelAndTokenizer
@@ -44,11 +43,9 @@ from titanlite.models.base import Decoder
 from titanlite.parallel.settings import ParallelSettings
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, environment
-from titanlite.runtime.signals import StopRequests
 from titanlite.runtime.training import BatchLayout
 from titanlite.stages import Stages
 from titanlite.tokenizers.base import Tokenizer
-from titanlite.tokenizers.same_ids import verified_files
 
 
 def check_device(
@@ -103,15 +100,13 @@ def open_tokenizer(job: Job) -> Tokenizer:
 
 def check_interop(job: Job, tokenizer: Tokenizer) -> None:
     """Raises ConfigError unless the initial weights, which only a new run and runs of adapters need, can be
-    read, and unless the model and its tokenizer have the Hugging Face form that an export needs."""
+    read."""
     config = job.checkpoint
     path, folder = Path(config.initial_load_path), RunFolder(config, job.folder, None)
     if job.lora.enable and (resumed := folder.newest()):
         path = locate_base(path, BaseModel.of(resumed.train))
     if config.initial_load_path and (job.lora.enable or folder.is_new_run()):
         check_initial(path, ModelAndTokenizer(job.model, tokenizer), is_base=job.lora.enable)
-    if config.export_hf:
-        job.model.hf_config(), verified_files(tokenizer)
 
 
 def load_initial_weights(job: Job, net: Decoder, checkpoints: Checkpointer, state: TrainState) -> None:
@@ -182,15 +177,6 @@ def check_run_folder(job: Job, tokenizer: Tokenizer) -> None:
     if job.stages:  # a source may be new, if the stages so far do not read it
         del data["sources"]
     RunFolder(job.checkpoint, job.folder, job.identity(data, {})).check_known_identity()
-
-
-def exporter(job: Job, tokenizer: Tokenizer, requests: StopRequests) -> Exporter | None:
-    """The exporter of this run's checkpoints, which stops when the run is asked to stop; None for a run
-    without exports."""
-    if not job.checkpoint.export_hf:
-        return None
-    model = ModelAndTokenizer(job.model, tokenizer)
-    return Exporter(job.checkpoint, job.folder, model, job.training.steps, lambda: requests.stop)
 
 
 def last_sequence(job: Job, stages: Stages, step: int, position: int, skipped: SkippedSequences) -> int:
@@ -365,7 +351,6 @@ def open_checkpoints(
     sequences: RunSequences,
     identity: dict[str, Any],
     about: Sequence[str],
-    exports: Exporter | None,
 ) -> Checkpointer:
     """The checkpoints of the run. Raises ConfigError if the run folder holds a run with another identity, and
     the errors of `check_data`; for a new run, before its folder is made. `about`: the lines of `summary`, for
@@ -377,7 +362,6 @@ def open_checkpoints(
         job.folder,
         identity,
         job_toml_text(job, about),
-        exports,
         rewind_distance=job.guard.rewind_distance,
     )
     check_data(job, stages, sequences, checkpoints.resumed_train)

@@ -21,6 +21,7 @@ from titanlite.job import Job, load_job
 from titanlite.log import logger
 from titanlite.metrics.guard import StepGuard
 from titanlite.metrics.memory import building
+from titanlite.metrics.metric import StepResult
 from titanlite.metrics.profiling import Profiler
 from titanlite.optim.base import guarded_step, set_lr
 from titanlite.optim.ema import WeightAverage
@@ -52,7 +53,7 @@ def train(job: Job) -> int:
     with (
         stop_requests() as requests,
         runtime(job.training, job.parallelism, job.comm) as rt,
-        build(startup.pin_stream(job, rt), rt, requests) as run,
+        build(startup.pin_stream(job, rt), rt) as run,
         run.profiler() as profiler,
     ):
         try:
@@ -61,7 +62,7 @@ def train(job: Job) -> int:
             raise run.go_back(e) from None
 
 
-def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
+def build(job: Job, rt: Runtime) -> Run:
     """Build the data, the model and the optimizer of the run, and load the checkpoint that it resumes from.
     Cheap compatibility checks run first; the run folder is not written to until they have passed."""
     use_compile_cache(job.compile.cache_dir, job.compile.enable, rt.device, job.folder)
@@ -83,8 +84,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     job, stages, about = startup.open_stages(job, rt.world_size, sequences, about)
     identity = job.identity(sequences.identity, sequences.names)
     startup.check_same_on_all_ranks(job, identity, rt)
-    exporter = startup.exporter(job, tokenizer, requests)
-    checkpoints = startup.open_checkpoints(job, stages, sequences, identity, about, exporter)
+    checkpoints = startup.open_checkpoints(job, stages, sequences, identity, about)
 
     startup.log_start(job, rt, about, sequences, kernel)
     with building(num_parameters, rt.mesh.shards, job.ema.enable):
@@ -142,8 +142,8 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         set_lr(optimizer, run.stages.lr_factor(state.step, first_sequence))
         num_targets = rt.count(sum(batch.num_targets for batch in micro_batches))
         vote = rt.vote(requests.stop, requests.take_save_request(), checkpoints.failed)
-        token_statistics = run.token_statistics(step_size)  # None without a detailed report
-        loss = model.forward_backward(micro_batches, num_targets, token_statistics)
+        details = run.token_statistics(step_size)  # None without a detailed report
+        loss = model.forward_backward(micro_batches, num_targets, details)
         rt.clock.enter("optimizer")
         norms = grad_norms(model.net, rt.mesh.pp)
         loss, *sums = rt.sum_scalars(loss, *guard.summands(norms.total))
@@ -171,11 +171,10 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
             run.sample()
         stop, save_now, save_failed = vote.result()  # true on all ranks if true on any
         if evaluation or stop or num_steps == 1 or job.metrics.is_due(state.step, last_step):
-            metrics = run.metrics(first_sequence, num_targets, loss, norms.total, micro_batches)
-            if token_statistics is not None:
-                metrics |= run.detail_metrics(step_size, norms, apply, loss, token_statistics)
-            metrics |= run.probe(micro_batches[0])  # {} unless a probe is due
-            meter.report(state.step, metrics | evaluation)
+            result = StepResult(
+                state.step, step_size, first_sequence, micro_batches, num_targets, loss, norms, apply, details
+            )
+            meter.report(state.step, run.measure(result) | evaluation)
         if save_failed:
             checkpoints.check_save()
         if checkpoints.due(state.step, last_step, stop or save_now, guard.in_streak):

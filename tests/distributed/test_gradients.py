@@ -84,6 +84,7 @@ def test_gradient_is_the_same_with_tensor_and_context_parallel(run_on, world_siz
         assert torch.allclose(split[name], value, rtol=1e-4, atol=1e-7), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [
@@ -107,6 +108,7 @@ def test_a_z_loss_is_the_same_on_every_layout(run_on, layout) -> None:
 SCALES = {"residual_scale": 0.3, "attention_scale": 1.7, "logit_scale": 0.6, "matrix_init_std": 0.05}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [
@@ -143,7 +145,7 @@ def broken_on_rank(missing_sum: str) -> dict[str, torch.Tensor]:
         return gradients(2, torch.distributed.get_rank(), 1, tp=2)
 
 
-@pytest.mark.parametrize("missing_sum", ["loss", "hidden states"])
+@pytest.mark.parametrize("missing_sum", ["loss", full("hidden states")])
 def test_control_a_missing_sum_is_noticed(run_on, missing_sum: str) -> None:
     whole, broken = gradients(1, 0, 1), run_on(2, broken_on_rank, missing_sum)[0]
     assert not all(torch.allclose(broken[name], whole[name], rtol=1e-4, atol=1e-7) for name in whole)

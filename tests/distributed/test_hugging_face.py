@@ -19,6 +19,7 @@ from tests.support.layouts import COMPILED
 from tests.support.models import family, hugging_face, keys_of, row
 from tests.support.runs import CP, FOUR_MICRO_BATCHES, PP, TP, train_on_rank
 from tests.support.tiers import full, sampled
+from titanlite import cli
 from titanlite.interop.huggingface import open_hugging_face
 from titanlite.interop.weights import load_weights
 from titanlite.models.base import ModelFamily
@@ -172,10 +173,11 @@ def test_logits_of_an_export_are_those_of_transformers(
     wanted = theirs(row(62)).logits
     overrides = [
         f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", "--optimizer.lr=1e-30", "--training.steps=1",
-        "--checkpoint.export_hf=true", "--checkpoint.export_dtype=float32", *keys_of(MODELS[name]), *layout,
+        *keys_of(MODELS[name]), *layout,
     ]  # fmt: skip
     run_on(world_size, train_on_rank, tmp_path, corpus, overrides, "run", world_size)
-    exported = tmp_path / "run/hf/step-1"
+    exported = tmp_path / "exported"
+    assert cli.run(["export", str(tmp_path / "run"), str(exported), "--dtype=float32"]) == 0
     assert torch.equal(read(exported)(row(62)).logits, wanted)
     config = MODELS[name].config
     if config.rope_factor != 1.0:

@@ -71,6 +71,7 @@ def test_in_and_out_of_a_layout_is_bit_equal(tmp_path: Path, corpus: Path, run_o
     assert all(torch.equal(again[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("source", "layout"),
     [
@@ -147,6 +148,7 @@ def load_on_rank(run: Path, fails: bool) -> tuple[str, torch.Tensor]:
     return "", net.get_parameter("model.norm.weight").detach()
 
 
+@pytest.mark.full
 def test_all_ranks_read_one_step_and_hear_of_any_error(tmp_path: Path, corpus: Path, run_on) -> None:
     train(make_job(tmp_path, corpus, "--training.steps=2", "--checkpoint.interval=1"))
     run = tmp_path / "run"
@@ -157,10 +159,3 @@ def test_all_ranks_read_one_step_and_hear_of_any_error(tmp_path: Path, corpus: P
     assert torch.equal(ours, theirs)
     for said, _ in run_on(2, load_on_rank, run, True):
         assert "KeyError: 'unforeseen' (rank 1)" in said
-
-
-def test_a_run_on_ranks_exports_by_itself(tmp_path: Path, corpus: Path, run_on) -> None:
-    overrides = ["--checkpoint.export_hf=true", "--training.steps=2", "--checkpoint.export_dtype=float32"]
-    run_on(2, train_on_rank, tmp_path, corpus, overrides, "two", 2)
-    assert cli.run(["export", str(tmp_path / "two"), str(tmp_path / "it"), "--dtype", "float32"]) == 0
-    assert content(tmp_path / "two/hf/step-2") == content(tmp_path / "it")

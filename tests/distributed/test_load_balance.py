@@ -202,7 +202,6 @@ def test_a_run_resumes_on_other_ranks(run_on, tmp_path: Path, corpus: Path) -> N
     ("keys", "message"),
     [
         (["--moe.z_loss_coeff=0.1"], "the model has no experts"),
-        ([*MODEL, "--moe.force_load_balance", "--checkpoint.export_hf"], "learned no routing"),
         ([*MODEL, "--moe.load_balance=sequence", "--moe.sequence_loss_coeff=0.1"], "is the coefficient"),
     ],
 )

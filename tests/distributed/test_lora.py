@@ -144,6 +144,7 @@ def adapters_of(job: Job, step: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.full
 def test_a_run_resumes_to_the_bit(tmp_path: Path, corpus: Path, base: Path) -> None:
     whole = run_in_hops(tmp_path, corpus, [8], *keys_of(base), name="whole")
     hops = run_in_hops(tmp_path, corpus, [3, 8], *keys_of(base), name="hops")
@@ -218,6 +219,7 @@ def test_a_run_resumes_on_another_layout(
     assert not any(torch.allclose(before[name], value, atol=2e-4) for name, value in theirs.items())
 
 
+@pytest.mark.full
 def test_a_changed_base_model_is_refused(tmp_path: Path, corpus: Path, base: Path) -> None:
     moved = tmp_path / "moved"
     moved.mkdir()

@@ -22,7 +22,7 @@ from tests.support.jobs import make_job, metrics_of, write_toml
 from tests.support.logs import listening
 from tests.support.runs import history
 from titanlite import cli
-from titanlite.checkpoint import commit, writer
+from titanlite.checkpoint import commit, saver, writer
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import HashingFile, first_fault
@@ -143,18 +143,9 @@ def test_the_third_failure_in_a_row_ends_the_run(disk: Disk, mode: str) -> None:
     assert_whole(disk.path / "run", 1, 4, 7)
 
 
-@MODES
-def test_stop_at_the_first_failure_if_told_so(disk: Disk, mode: str) -> None:
-    run, toy = open_run(disk.path / "run", async_mode=mode, on_save_error="stop"), Many()
-    save(run, toy)
-    disk.fill(leave=100_000)
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        save(run, toy)
-    assert_whole(disk.path / "run", 1)
-
-
 def test_no_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, toy = save_steps(tmp_path, 1, on_save_error="stop")[::-1]
+    monkeypatch.setattr(saver, "MAX_FAILURES", 1)
+    run, toy = save_steps(tmp_path, 1)[::-1]
     needed = sum(t.numel() * t.itemsize for t in toy.values())
     space = SimpleNamespace(f_bavail=needed // 4, f_frsize=4)
     monkeypatch.setattr(os, "statvfs", lambda path: space)
@@ -177,6 +168,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
     return job
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["async", pytest.param("disabled", marks=pytest.mark.full)])
 def test_a_run_on_a_disk_that_was_full_for_a_while(
     disk: Disk, whole: Job, corpus: Path, monkeypatch: pytest.MonkeyPatch, mode: str
@@ -232,6 +224,7 @@ def test_metrics_of_steps_on_a_full_disk_are_written_later(
     assert sum("can be written again" in line for line in log) == 3, log
 
 
+@pytest.mark.full
 def test_a_run_on_a_full_disk_ends_and_goes_on_later(
     disk: Disk, whole: Job, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,7 +361,8 @@ def save_on_rank(folder: Path, broken: int) -> list[str]:
     """Save five times. On one rank, the shard of the second save fails, and all writing is slow."""
     rank = torch.distributed.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        run, toy = open_run(folder, on_save_error="stop"), Toy(width=16)
+        patch.setattr(saver, "MAX_FAILURES", 1)
+        run, toy = open_run(folder), Toy(width=16)
         seen = []
         if rank == broken:
             patch.setattr(HashingFile, "write", slow)
@@ -387,6 +381,7 @@ def save_on_rank(folder: Path, broken: int) -> list[str]:
     return seen
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("broken", [0, 1])
 def test_an_error_of_one_rank_is_that_of_all(
     tmp_path: Path, run_on: Callable[..., list[Any]], broken: int

@@ -24,7 +24,7 @@ from tests.support.jobs import write_toml
 from tests.support.kill_points import ERRORS, MANIFEST, META, QUARANTINE, RESUME, REWIND, SAVE, SHARD, TRAIN
 from tests.support.runs import KEYS
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.digest import digest_file, first_fault
+from titanlite.checkpoint.digest import first_fault
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks a process that has imported torch")
 INTERVAL, STEPS = 2, 8
@@ -162,7 +162,7 @@ def finish(run: Run, whole: Run, newest: int, left: Sequence[str] = ()) -> None:
 
 # Retention has a checkpoint to delete if the run resumed from step 4.
 SAVES: list[Case] = [
-    (2, "async", [("P2 copied", 1, 2), ("P3 half a write", 1, 6), ("P8 half deleted", 1, 6)]),
+    (2, "async", [("P3 half a write", 1, 2), ("P8 half deleted", 1, 6)]),
 ]
 
 
@@ -236,6 +236,7 @@ def test_a_kill_while_saving(run: Start, whole: Whole, case: Case) -> None:
     finish(ours, whole(size), newest)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mode", "victim"), [("async", 1), pytest.param("disabled", 0, marks=pytest.mark.full)]
 )
@@ -244,55 +245,6 @@ def test_the_others_end_by_themselves(run: Start, mode: str, victim: int) -> Non
     outcome = kill(ours, SAVE["P3 half a write"].at(victim), signal_peers=False)
     assert outcome.exits[1 - victim] == 1, outcome.logs
     assert ours.committed() == [2]
-
-
-# ---- exports
-
-EXPORT = ("--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=2")
-
-
-def exports(run: Run) -> dict[str, Any]:
-    """The digests of the files of every export."""
-    files = sorted(p for p in (run.folder / "hf").rglob("*") if p.is_file())
-    return {str(file.relative_to(run.folder)): digest_file(file) for file in files}
-
-
-@pytest.mark.parametrize(
-    "faults",
-    with_tiers(
-        [[replace(SAVE["P7 agreed"], step=4)]],
-        [
-            [replace(SAVE["P7 agreed"], step=4), Fault("titanlite.interop.export:_rename", during="start")],
-            [
-                Fault("titanlite.interop.export:_rename", "after", during="start"),
-                SAVE["P6 renamed"].at(0, step=8),
-            ],
-        ],
-    ),
-    ids=["between commit and export", "in the export of the next start", "exported, and the last one not"],
-)
-def test_exports_that_a_kill_interrupted_are_made_up_for(
-    run: Start, trainer: Trainer, corpus: Path, tmp_path: Path, faults: list[Fault]
-) -> None:
-    """Retention keeps two checkpoints, and the checkpoints that still need an export."""
-    whole = Run(trainer, tmp_path / "whole" / "run", corpus, 1, EXPORT)
-    assert whole.start().exits == [0]
-    assert {p.name for p in (whole.folder / "hf").iterdir()} == {f"step-{s}" for s in (2, 4, 6, 8)}
-    ours = run(1, TWO, *EXPORT)
-    for fault in faults:
-        kill(ours, fault)
-    missing = [s for s in ours.committed() if not (ours.folder / f"hf/step-{s}").exists()]
-    assert missing
-    outcome = ours.start()
-    assert outcome.exits == [0], outcome.logs
-    said = f"exporting checkpoints that have no export yet: step {', '.join(map(str, missing))}\n"
-    assert outcome.logs[0].count("exporting checkpoints") == outcome.logs[0].count(said) == 1
-    assert exports(ours) == exports(whole)
-    assert set(ours.committed()) == {
-        *outcome.resumed,
-        6,
-        8,
-    }  # a checkpoint that was kept for its export is deleted
 
 
 # ---- errors instead of kills
@@ -404,6 +356,7 @@ def test_a_kill_while_resuming(run: Start, whole: Whole, case: tuple[int, list[t
     finish(ours, whole(size), 6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", with_tiers(["one moved"], [n for n in REWIND if n != "one moved"]))
 def test_a_kill_while_rewinding(run: Start, whole: Whole, name: str) -> None:
     ours = run(1, "--checkpoint.load_step=2", ALL)
@@ -428,6 +381,7 @@ def test_a_kill_on_the_branch_after_a_rewind(run: Start, whole: Whole, name: str
     finish(ours, whole(1), newest, left=["archived-0"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "file"),
     [

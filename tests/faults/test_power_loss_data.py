@@ -9,7 +9,6 @@ import random
 import shutil
 import sys
 from collections.abc import Callable
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from tests.support.datasets import write_dataset
 from tests.support.file_operations import Recording, recorded
 from tests.support.jobs import make_job, write_corpus
 from tests.support.power_loss import check_all, crashes, tree_of, without_syncs
-from titanlite.checkpoint import commit
 from titanlite.corpus import pipeline, stages
 from titanlite.corpus.filters import ExactDuplicates, Length
 from titanlite.corpus.pipeline import prepare
@@ -126,6 +124,7 @@ def stop(*_: Any) -> None:
     raise Stop
 
 
+@pytest.mark.full
 @SAMPLE
 def test_prepare_over_the_work_for_other_options(
     raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
@@ -162,6 +161,7 @@ def test_the_cache_of_a_text_source(raw: Path, tmp_path: Path) -> None:
     check_dataset(recording, tmp_path, name, again, 20, whole)
 
 
+@pytest.mark.full
 def test_control_a_marker_before_its_files_is_found(raw: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()
@@ -220,25 +220,29 @@ def same(ours: Path, theirs: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a corpus and of an uninterrupted run of four steps, each with an export."""
+    """The folder of a corpus and of an uninterrupted run of four steps."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "corpus").mkdir()
     write_corpus(folder / "corpus")
     train(job_in(folder, folder))
-    assert {path.name for path in (folder / "run/hf").iterdir()} == {f"step-{step}" for step in (1, 2, 3, 4)}
     assert {path.name for path in (folder / "run/checkpoint").iterdir()} == {"step-3", "step-4"}
     return folder
 
 
 def job_in(folder: Path, trained: Path) -> Any:
-    every = ["--checkpoint.interval=1", "--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=1"]
-    every += ["--training.steps=4", "--checkpoint.keep_latest_k=2", "--training.local_batch_size=8"]
+    every = [
+        "--checkpoint.interval=1",
+        "--training.steps=4",
+        "--checkpoint.keep_latest_k=2",
+        "--training.local_batch_size=8",
+    ]
     return make_job(folder, trained / "corpus", *every)
 
 
+@pytest.mark.full
 def test_the_export_verb(trained: Path, tmp_path: Path) -> None:
     """The directory is absent or complete, and complete once the command has reported it."""
-    root, whole = tmp_path / "root", trained / "run/hf/step-4"
+    root = tmp_path / "root"
     root.mkdir()
 
     def verb(target: Path) -> None:
@@ -262,44 +266,3 @@ def test_the_export_verb(trained: Path, tmp_path: Path) -> None:
 
     count, starts = check_all(crashes(recording), tmp_path, look, start, most=12)
     assert (count > 30, starts > 3) == (True, True), f"{count} states, {starts} of them started from"
-
-
-@pytest.mark.full
-def test_a_run_with_exports(trained: Path, tmp_path: Path) -> None:
-    """A checkpoint is kept until its export is on the disk. A run's small files are absent or complete. The
-    next start makes missing exports. metrics.jsonl is not synced; no loss of its lines stops a run."""
-    root = tmp_path / "root"
-    root.mkdir()
-    with recorded(root) as recording:
-        train(job_in(root, trained))
-        recording.mark("over")
-    assert same(root / "run/hf", trained / "run/hf")
-
-    def look(place: Path, mark: str) -> tuple[list[str], list[str]]:
-        run = place / "run"
-        saved = {path.name for _, path in commit.list_committed(run / "checkpoint")}
-        exported = {path.name for path in run.glob("hf/step-*")}
-        for name in exported:
-            assert same(run / "hf" / name, trained / "run/hf" / name), name
-        newest = max((int(name[5:]) for name in saved), default=0)
-        missing = {f"step-{step}" for step in range(1, newest + 1)} - saved - exported
-        assert not missing, f"{missing} are neither saved nor exported"
-        assert (mark != "over") or (newest, len(exported)) == (4, 4)
-        for name in ("env.json", "run_identity.json"):
-            if (run / name).exists():
-                assert json.loads((run / name).read_text())
-        return sorted(saved), sorted(exported)
-
-    losses = cycle([lambda data: data, lambda data: data[: len(data) // 2], lambda data: bytes(len(data))])
-
-    def start(place: Path, _: Any) -> None:
-        for metrics in place.glob("run/metrics.jsonl"):
-            metrics.write_bytes(next(losses)(metrics.read_bytes()))
-        train(job_in(place, trained))
-        assert same(place / "run/hf", trained / "run/hf")
-        assert sorted(path.name for path in (place / "run/checkpoint").iterdir())[-2:] == ["step-3", "step-4"]
-        assert not [*place.rglob("*/.partial-*"), *place.rglob("*/.trash-*"), *place.rglob("quarantined-*")]
-
-    states = crashes(recording, samples=2, settled=("LOCK", "job.toml", "metrics.jsonl"))
-    count, starts = check_all(states, tmp_path, look, start, most=8)
-    assert (count > 500, starts > 3) == (True, True), f"{count} states, {starts} of them started from"

@@ -13,7 +13,7 @@ import titanlite.job  # noqa: F401  (registers the model families)
 from titanlite.attention.base import AttentionBackend, AttentionNeeds
 from titanlite.data.batch import IGNORE, Batch
 from titanlite.losses import ChunkedCrossEntropy, CrossEntropy
-from titanlite.mesh import Parallelism, build_mesh
+from titanlite.mesh import build_mesh
 from titanlite.models.base import ModelFamily
 from titanlite.models.load_balance import LoadBalance
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
@@ -24,6 +24,7 @@ from titanlite.parallel.float8 import Float8
 from titanlite.parallel.initialize import fill_normal
 from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallel.sharded_model import ShardedModel
+from titanlite.parallelism import Parallelism
 
 SHAPE = {
     "dim": 32,

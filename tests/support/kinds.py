@@ -37,7 +37,7 @@ def make_socket(path: Path) -> None:
 WRONG_KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a named pipe": (make_pipe, "it is a named pipe, not a file"),
     "a directory": (make_folder, "it is a directory, not a file"),
-    "a link to itself": (make_loop, "it is a link that leads to no file"),
+    "a link to itself": (make_loop, "Too many levels of symbolic links"),
     "/dev/zero": (make_endless, "it is a device, not a file"),
-    "a socket": (make_socket, "it is a socket or a device, not a file"),
+    "a socket": (make_socket, "it is a socket, not a file"),
 }

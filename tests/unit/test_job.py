@@ -659,15 +659,15 @@ def test_amounts_become_steps_of_the_ranks_batches(path, overrides, world_size, 
 def test_every_section_with_numbers_of_steps_takes_amounts(path):
     keys = [
         "lr_scheduler.warmup_steps", "lr_scheduler.decay_start", "lr_scheduler.total_steps", "ema.start_step",
-        "ema.freq", "checkpoint.interval", "checkpoint.keep_every_n_steps", "checkpoint.export_hf_interval",
+        "ema.freq", "checkpoint.interval", "checkpoint.keep_every_n_steps",
         "validation.freq", "generation.freq", "metrics.log_freq", "metrics.detail_freq",
         "metrics.probe_freq",
     ]  # fmt: skip
     given = [f"--{key}={i + 1} epochs" for i, key in enumerate(keys)]
-    job = load_job(path, ["--training.steps=2 epochs", "--checkpoint.export_hf", *given])
+    job = load_job(path, ["--training.steps=2 epochs", *given])
     assert amounts(job).keys() == {"training.steps", *keys}
     job = job.resolved(1, epoch_sequences=170)
-    multiples = {"checkpoint.keep_every_n_steps": 63, "checkpoint.export_hf_interval": 63}
+    multiples = {"checkpoint.keep_every_n_steps": 63}
     for i, key in enumerate(keys):
         assert value_at(job, key) == multiples.get(key, 170 * (i + 1) // 16)
 

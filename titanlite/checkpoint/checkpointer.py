@@ -9,9 +9,8 @@ import functools
 import json
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ from titanlite.checkpoint.resume import Candidate, Fault, healthy_steps, newest_
 from titanlite.checkpoint.run_folder import RunFolder
 from titanlite.checkpoint.run_identity import OPTIMIZER, check_optimizer
 from titanlite.checkpoint.saver import Saver, Snapshot
-from titanlite.checkpoint.section import EXPORTS, Checkpoint
+from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.state import (
     AVERAGE,
     TRAIN,
@@ -43,8 +42,6 @@ from titanlite.log import logger
 from titanlite.optim.base import make_state
 from titanlite.optim.ema import WeightAverage
 
-EXPORT_POLL_S = 60.0  # far below the timeout of the ranks that wait for rank 0, which exports
-
 
 def steps_for_rewind(healthy: Sequence[int], last_step: int) -> set[int]:
     """The checkpoints to keep for a rewind, from the `healthy` steps in ascending order: the newest of step
@@ -53,27 +50,13 @@ def steps_for_rewind(healthy: Sequence[int], last_step: int) -> set[int]:
     return {*old[-1:], *healthy[len(old) : len(old) + 1]}
 
 
-class Exports(Protocol):
-    """Makes the exports of a run from its checkpoints. Called on rank 0, on the saving thread."""
-
-    def make(self, committed: int | None) -> None:
-        """Export every checkpoint that is due and has no export, and the one of step `committed`, which was
-        just saved. A failed export raises nothing here."""
-
-    def check_last(self) -> None:
-        """Raises CheckpointError if the export of the run's last step has failed."""
-
-    def give_up(self) -> None:
-        """Stop an export in flight and begin no further one. Called on any thread."""
-
-
 class Checkpointer:
     """Checkpoints of one run. The constructor locks the run folder and chooses the checkpoint to resume from;
     it raises ConfigError if the folder holds a run with another identity. The constructor and all methods
     that save or load are collective.
 
     `identity`: the run identity, nested plain values that a resumed run must share. `job_toml`: stored in
-    every checkpoint. `exports`: makes exports of committed checkpoints; None for a run without exports.
+    every checkpoint.
     `rewind_distance`: one healthy checkpoint that is at least so many steps older than the newest checkpoint
     is kept, because the run may go back to it after a spike; None for a run that never does."""
 
@@ -83,7 +66,6 @@ class Checkpointer:
         dump_folder: Path,
         identity: dict[str, Any],
         job_toml: str,
-        exports: Exports | None = None,
         rewind_distance: int | None = None,
     ):
         self.config, self.folder = config, dump_folder / config.folder
@@ -96,8 +78,6 @@ class Checkpointer:
         self._newly_committed = deque[int]()
         self._saved_step = 0  # the newest step that was loaded or passed to save()
         self._faults: list[Fault] = []  # on rank 0: damaged checkpoints that are not renamed yet
-        self._exports = exports
-        self._task: Future[None] | None = None  # on rank 0: the saving thread's newest task besides saves
         self.saver = Saver(config, self.ranks, self._keep_lock, self._after_commit)
         try:
             self.ranks.from_rank_zero(self._take_lock)
@@ -155,7 +135,7 @@ class Checkpointer:
         average: WeightAverage | None = None,
     ) -> bool:
         """Restore `net`, `optimizer`, `state` and `average` in place from the newest healthy checkpoint of
-        step `last_step` or earlier, and archive all later checkpoints and exports. Returns whether there is
+        step `last_step` or earlier, and archive all later checkpoints. Returns whether there is
         such a checkpoint; if not, nothing changes.
 
         No file records which sequences are skipped before the next save: a run that is killed before it
@@ -172,7 +152,7 @@ class Checkpointer:
             )
         step = candidate.step
         self.ranks.from_rank_zero(lambda: self._record_start(step))
-        self._run_on_saving_thread(lambda: self._archive(after=step))
+        self.ranks.from_rank_zero(lambda: self._archive(after=step))
         self._candidate, self._saved_step = candidate, step
         state.restore(candidate.train)
         return True
@@ -181,9 +161,7 @@ class Checkpointer:
         """The newest healthy checkpoint of step `last_step` or earlier that is not damaged. Called on rank
         0."""
         for step in reversed(healthy_steps(self.folder)):
-            if step <= last_step and (
-                candidate := resume.newest(self.folder, step, self._faults, self.config.verify)
-            ):
+            if step <= last_step and (candidate := resume.newest(self.folder, step, self._faults)):
                 return candidate
         return None
 
@@ -254,28 +232,24 @@ class Checkpointer:
 
     def go_back(self, bad_step: int | None, change: str) -> str:
         """After training has diverged, choose the healthy checkpoint from which the next start resumes, and
-        archive all later checkpoints and exports. Returns advice to the user, which names that checkpoint and
+        archive all later checkpoints. Returns advice to the user, which names that checkpoint and
         the options `change`. Waits for a save in flight, which may write it. Collective.
 
         It is the newest one, or, if `bad_step` is not None, the newest of a step before `bad_step` - 1: loss
         and gradient norm of step `bad_step` are computed with the weights of the step before, which may have
         diverged although they are finite."""
-        if self._exports is not None:
-            self._exports.give_up()
         self.saver.wait()
         return self.ranks.from_rank_zero(lambda: self._go_back(bad_step, change))
 
     def _go_back(self, bad_step: int | None, change: str) -> str:
-        if self._task is not None:  # it exports or deletes checkpoints
-            wait([self._task])
         try:
             healthy = newest_healthy(self.folder, bad_step - 1 if bad_step is not None else None)
             self._record_start(healthy)
             self._archive(after=healthy or 0)
         except (OSError, ConfigError) as e:  # must not hide that training has diverged
             return (
-                f"the later checkpoints and exports could not be archived: {e}; move them out of "
-                f"{self._run_folder}, or the next start may continue from them"
+                f"the later checkpoints could not be archived: {e}; move them out of {self.folder}, or the "
+                "next start may continue from them"
             )
         if healthy is None:
             way = "no healthy checkpoint was saved before, and the next start begins at step 1"
@@ -304,17 +278,14 @@ class Checkpointer:
         return self.saver.failed
 
     def check_save(self) -> None:
-        """Wait for the save in flight, if there is one, and check its outcome: a failed save is logged, or
-        raises CheckpointError if checkpoint.on_save_error says so."""
+        """Wait for the save in flight, if there is one, and check its outcome: a failed save is logged; the
+        third in a row raises CheckpointError."""
         self.saver.check_save()
 
-    def close(self, is_over: bool = True) -> None:
-        """Wait for the last save and unlock the run folder. If the run `is_over`, also wait for its exports;
-        otherwise give them up. Raises CheckpointError if the last save or the last export failed; then the
-        run folder stays locked until close_after_error()."""
+    def close(self) -> None:
+        """Wait for the last save and unlock the run folder. Raises CheckpointError if the last save failed;
+        then the run folder stays locked until close_after_error()."""
         self.saver.finish()
-        if is_over and self._exports is not None:
-            self._finish_exports(self._exports)
         self._release()
 
     def close_after_error(self, error: BaseException | None = None) -> None:
@@ -323,49 +294,16 @@ class Checkpointer:
         reason = "training has ended"
         if error is not None:
             reason += f": {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        if self._exports is not None:
-            self._exports.give_up()
         try:
             self.saver.finish_after_error(reason)
         finally:
             self._release()
 
     def _after_commit(self, step: int) -> None:
-        """Handle a new checkpoint. Runs on rank 0, on the saving thread. Old checkpoints are deleted after
-        the exports, which may have to read them."""
+        """Handle a new checkpoint. Runs on rank 0, on the saving thread."""
         self._record.record_commit(step)
         self._newly_committed.append(step)
-        exports = self._exports
-        if exports is None:
-            self._retain()
-        else:
-            self._task = self.saver.submit(lambda: self._export_and_retain(exports, step))
-
-    def _export_and_retain(self, exports: Exports, step: int | None) -> None:
-        exports.make(step)
         self._retain()
-
-    def _finish_exports(self, exports: Exports) -> None:
-        """Make the exports that are still missing, on rank 0. Collective."""
-        self._run_on_saving_thread(lambda: self._export_and_retain(exports, None))
-        self.ranks.from_rank_zero(exports.check_last)
-
-    def _run_on_saving_thread(self, task: Callable[[], None]) -> None:
-        """Run `task` on rank 0, on the saving thread, after its earlier tasks, which may be exporting or
-        deleting checkpoints. Raises the task's error. Collective. All ranks ask rank 0 from time to time,
-        because an export may take longer than the timeout of their process group."""
-        if self.ranks.rank == 0:
-            self._task = self.saver.submit(task)
-        while not self.ranks.from_rank_zero(self._task_is_done):
-            pass
-
-    def _task_is_done(self) -> bool:
-        """Wait for the task for a while, on rank 0. Raises its error."""
-        assert self._task is not None
-        if wait([self._task], EXPORT_POLL_S).not_done:
-            return False
-        self._task.result()
-        return True
 
     def _retain(self) -> None:
         if not self.config.keep_latest_k:  # keeps all
@@ -399,23 +337,21 @@ class Checkpointer:
     def _load(self, candidate: Candidate, tensors: Tensors) -> str | None:
         """Load the checkpoint and verify it at the same time. Returns the reason why it cannot be used, or
         None. Collective."""
-        full = self.config.verify == "full"
-        logger.info(f"loading {'and verifying ' if full else ''}{candidate.path}")
-        verification = resume.Verification(candidate, self.ranks) if full else None
+        logger.info(f"loading and verifying {candidate.path}")
+        verification = resume.Verification(candidate, self.ranks)
         error, sections = None, set[str]()
         try:
             other_optimizer = OPTIMIZER in self.config.allow_changed
             sections = load_tensors(candidate.path, tensors, self.ranks, other_optimizer, optional=[AVERAGE])
         except CheckpointError as e:  # the hashes tell whether it is damaged or does not fit this job
             error = e
-            verification = verification or resume.Verification(candidate, self.ranks)
-        reason = verification.result() if verification else None
-        if error is not None and reason is None:
+        reason = verification.result()
+        if reason is not None:
+            return reason
+        if error is not None:
             if isinstance(error, MisfitError):
                 check_optimizer(candidate.path, self.job_toml, error.differences)
             raise error
-        if reason is not None:
-            return reason
         if AVERAGE in tensors and AVERAGE not in sections:
             start_average(tensors)
             logger.info(
@@ -462,16 +398,11 @@ class Checkpointer:
             logger.info("checkpoint.restart = true: a new run begins at step 1")
 
     def _archive(self, after: int) -> None:
-        """Archive the checkpoints and exports after the step `after`."""
-        for folder in (self._run_folder / EXPORTS, self.folder):
-            for path in commit.archive_after(folder, after):
-                logger.warning(f"archived as {path}: it was saved after step {after}")
+        """Archive the checkpoints after the step `after`."""
+        for path in commit.archive_after(self.folder, after):
+            logger.warning(f"archived as {path}: it was saved after step {after}")
 
     def _release(self) -> None:
         self.saver.close()
-        if self._exports is not None:
-            self._exports.give_up()
-        if self._task is not None:
-            wait([self._task], EXPORT_POLL_S)
         if self._lock is not None:
             self._lock.close()

@@ -148,10 +148,10 @@ def digests(manifest: dict[str, Any]) -> dict[str, FileDigest]:
     return {name: FileDigest(entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
 
 
-def fault(path: Path, step: int | None = None, sizes: bool = True) -> str | None:
+def fault(path: Path, step: int | None = None) -> str | None:
     """The reason why the committed checkpoint at `path` cannot be trusted, or None.
 
-    Checks the manifest, its step against `step`, and, with `sizes`, the presence and size of each file;
+    Checks the manifest, its step against `step`, and the presence and size of each file;
     digest.first_fault checks contents. Raises CheckpointError for another checkpoint format, OSError for a
     disk that does not answer."""
     try:
@@ -159,7 +159,7 @@ def fault(path: Path, step: int | None = None, sizes: bool = True) -> str | None
         if step not in (None, manifest["step"]):
             return f"its manifest belongs to step {manifest['step']}"
         files = digests(manifest)
-        for name, expected in files.items() if sizes else ():
+        for name, expected in files.items():
             status = (path / name).stat()
             if not stat.S_ISREG(status.st_mode):
                 return f"{name} is not a regular file"

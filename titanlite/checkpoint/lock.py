@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from titanlite.config.component import ConfigError
-from titanlite.files import FileFault, make_folder, open_own
+from titanlite.files import make_folder
 from titanlite.log import logger
 
 WAIT_S = 120.0  # a restart may begin before the last process of the earlier start has ended
@@ -29,9 +29,7 @@ class FolderLock:
         self._path = folder / "LOCK"
         try:
             make_folder(folder)
-            self._file: IO[str] = open_own(self._path)
-        except FileFault as e:
-            raise ConfigError(f"{self._path}: {e}; delete it", "job.dump_folder") from None
+            self._file: IO[str] = open(self._path, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115
         except OSError as e:
             raise ConfigError(f"{folder} cannot be written to: {e}", "job.dump_folder") from None
         wait_s = WAIT_S if wait_s is None else wait_s

@@ -41,7 +41,7 @@ NO_RUN = re.compile(r"\.|(quarantined|archived|step)-")  # folders that are not 
 Fault = tuple[Path, str]  # a committed checkpoint, and the reason why it cannot be used
 
 
-def newest(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Candidate | None:
+def newest(folder: Path, load_step: int, faults: list[Fault]) -> Candidate | None:
     """The newest checkpoint that is not damaged; if `load_step` is not -1, only that step is considered.
     Called on one rank.
 
@@ -50,7 +50,7 @@ def newest(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Ca
     for step, path in reversed(commit.list_committed(folder)):
         if load_step not in (-1, step) or path in dict(faults):
             continue
-        reason = commit.fault(path, step, sizes=verify != "off") or first_fault(path, small_files(path))
+        reason = commit.fault(path, step) or first_fault(path, small_files(path))
         if not reason:
             try:
                 candidate = Candidate(step, path, read_train(path), _manifest_sha256(path))
@@ -93,20 +93,20 @@ def newest_healthy(folder: Path, before: int | None = None) -> int | None:
     return max((step for step in steps if before is None or step < before), default=None)
 
 
-def choose(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Candidate | None:
+def choose(folder: Path, load_step: int, faults: list[Fault]) -> Candidate | None:
     """The checkpoint that a run resumes from, or None for a new run. Called on rank 0.
 
     It is the newest checkpoint, or with `load_step` the checkpoint of that step, unless the newest was saved
     after the run had already gone back to that step. Raises CheckpointError if the checkpoint of `load_step`
     cannot be used."""
-    candidate = newest(folder, -1, faults, verify)
+    candidate = newest(folder, -1, faults)
     if load_step == -1:
         return candidate
     has_gone_back = candidate is not None and candidate.train.get("branch") == load_step
     if candidate is not None and has_gone_back and candidate.step > load_step:
         logger.info(f"load_step = {load_step} was already carried out; resuming from step {candidate.step}")
         return candidate
-    if candidate := newest(folder, load_step, faults, verify):
+    if candidate := newest(folder, load_step, faults):
         return candidate
     detail = next((f": {reason}" for path, reason in faults if path.name == f"step-{load_step}"), "")
     archives = [path.parent for path in folder.glob(f"archived-*/step-{load_step}")]

@@ -34,7 +34,7 @@ class RunFolder:
         or if there is none. choose_checkpoint() says which one the run resumes from."""
         if self._record.restart_is_due():
             return None
-        return resume.newest(self._folder, self._config.load_step, [], self._config.verify)
+        return resume.newest(self._folder, self._config.load_step, [])
 
     def check_known_identity(self) -> None:
         """Raises ConfigError if the run in the folder has another run identity than this job, or if the
@@ -51,7 +51,7 @@ class RunFolder:
         if ours is None or config.restart or config.load_step != -1:
             return  # the checkpoint to resume from is not known yet
         faults: list[Fault] = []
-        candidate = resume.newest(self._folder, -1, faults, config.verify)
+        candidate = resume.newest(self._folder, -1, faults)
         last = self._record.read() if candidate is None else None
         if faults or (last is not None and last.step is not None):
             return  # checkpoints are damaged or missing; choose_checkpoint() decides
@@ -76,7 +76,7 @@ class RunFolder:
         if self._record.has_rewound_before_load_step():
             logger.info(f"load_step = {load_step} was already carried out, and the run has rewound since")
             load_step = -1
-        candidate = resume.choose(self._folder, load_step, faults, self._config.verify)
+        candidate = resume.choose(self._folder, load_step, faults)
         if candidate is not None:
             self._compare(candidate.train["identity"], self._folder, candidate.train["sequences"])
         if not self._config.enable and (candidate or faults):

@@ -114,7 +114,7 @@ class Saver:
 
     def check_save(self) -> None:
         """Wait for the save in flight, if there is one. A failed save is logged and counted. Raises its
-        CheckpointError if checkpoint.on_save_error says so, and any other error."""
+        CheckpointError after MAX_FAILURES failures in a row, and any other error at once."""
         task, self.task = self.task, None
         if task is None:
             return
@@ -125,7 +125,7 @@ class Saver:
         self._num_failures += 1
         if not isinstance(self._error, CheckpointError):
             raise self._error
-        if self._config.on_save_error == "stop" or self._num_failures == MAX_FAILURES:
+        if self._num_failures == MAX_FAILURES:
             raise CheckpointError(
                 f"{self._error}; the run ends after {self._num_failures} failed saves in a row"
                 f"{self._newest_checkpoint()}"
@@ -161,10 +161,6 @@ class Saver:
             self.task.result()
         except Exception as e:
             logger.error(f"the checkpoint that was being written is lost: {type(e).__name__}: {e}")
-
-    def submit(self, task: Callable[[], None]) -> Future[None]:
-        """Run `task` on the saving thread, after all earlier saves and tasks. Not collective."""
-        return self._thread.submit(task)
 
     def close(self) -> None:
         """Accept no further task. Not collective."""

@@ -1,4 +1,4 @@
-"""`[checkpoint]`: saving, resuming, initial weights and exports."""
+"""`[checkpoint]`: saving, resuming and initial weights."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from titanlite.config.amount import Interval, MultipleOfInterval, is_multiple
+from titanlite.config.amount import Interval, MultipleOfInterval
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.config.paths import PathText
-
-EXPORTS = "hf"  # folder of the exports, below the run folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,32 +30,17 @@ class Checkpoint:
     keep_every_n_steps: MultipleOfInterval = 0
     """Also keep checkpoints whose step is a multiple of this; 0: none."""
     load_step: int = -1
-    """Step to resume from; -1: the newest. Going back to a step moves later checkpoints and exports to
+    """Step to resume from; -1: the newest. Going back to a step moves later checkpoints to
     `archived-<n>/`. That happens once: the next start with the same value resumes from the newest checkpoint
     saved since."""
     restart: bool = False
-    """Start at step 1 in a folder that holds a run. Its checkpoints and exports are moved to `archived-<n>/`,
+    """Start at step 1 in a folder that holds a run. Its checkpoints are moved to `archived-<n>/`,
     its metrics to `*.superseded.*`. That happens once: the next start with the same arguments resumes from
     the newest checkpoint saved since."""
-    verify: Literal["full", "sizes", "off"] = "full"
-    """Checks of a checkpoint before it is used. `full`: SHA-256 of all files. `sizes`: SHA-256 of the small
-    files, and the sizes of the shards. `off`: SHA-256 of the small files. If loading fails, all files are
-    checked."""
-    on_save_error: Literal["continue", "stop"] = "continue"
-    """The reaction to a failed save, for example on a full disk. `continue`: train on, and stop after the
-    third failed save in a row. `stop`: stop at once."""
     initial_load_path: PathText = ""
     """Directory with the weights that a new run starts from: a Hugging Face model, a titanlite checkpoint or
     run, a torchtitan DCP checkpoint, or Meta's `consolidated.*.pth`. A run that resumes does not use it,
     unless it trains adapters ([lora])."""
-    export_hf: bool = False
-    """Write the model as a Hugging Face directory `hf/step-N` below job.dump_folder at the end of the run."""
-    export_hf_interval: MultipleOfInterval = 0
-    """Steps between Hugging Face exports, a multiple of `interval`; 0: only at the end. An export is made
-    from its checkpoint while training continues, and the checkpoint is kept until then. If a run was killed
-    or stopped before an export, the export is made after the next save."""
-    export_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """dtype of exported weights."""
     allow_changed: list[str] = field(default_factory=list)
     """Keys of the run identity that may differ on resume, for example `["model.rope_theta"]`. Differences in
     other keys are refused, and so are differences that would repeat or leave out sequences of the epoch.
@@ -77,18 +60,6 @@ class Checkpoint:
                 "keep 2 or more, or 0 for all: with 1, one bad checkpoint would lose the run", "keep_latest_k"
             )
         check_at_least(self, 0, "keep_every_n_steps")
-        if self.export_hf_interval < 0 or not is_multiple(self.export_hf_interval, self.interval):
-            raise ConfigError(
-                f"{self.export_hf_interval} is not a multiple of interval = {self.interval}: exports are "
-                "made from checkpoints",
-                "export_hf_interval",
-            )
-        if self.export_hf_interval and not self.export_hf:
-            raise ConfigError("without export_hf = true nothing is exported", "export_hf_interval")
-        if self.export_hf and folder.parts[0] == EXPORTS:
-            raise ConfigError(f"{EXPORTS} is the folder of the exports; choose another one", "folder")
-        if self.export_hf and not self.enable:
-            raise ConfigError("exports are made from checkpoints, and enable = false saves none", "export_hf")
         if self.load_step < 1 and self.load_step != -1:
             raise ConfigError(
                 f"{self.load_step} is neither -1 nor a step; to begin again at step 1, set restart = true or "

@@ -1,17 +1,14 @@
-"""Reads JSON files that may be damaged or hostile. Each file holds one object."""
+"""Reads JSON files that may be damaged. Each file holds one object."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from titanlite.config.component import ConfigError
 from titanlite.files import read_regular
 
-MAX_BYTES = 128 << 20
-MAX_DEPTH = 100  # of nested objects and lists, because callers may recurse into them
 NAMES = {
     int: "an integer",
     float: "a number with a point",
@@ -32,15 +29,10 @@ def parse(data: bytes | str) -> Any:
 
 def load_object(file: Path) -> dict[str, Any]:
     """Return the object in a file. Raises OSError for a file that cannot be opened; ValueError for a file
-    that is not regular, exceeds MAX_BYTES or MAX_DEPTH, or does not hold a JSON object."""
-    tree = parse(read_regular(file, MAX_BYTES))
+    that is not regular or does not hold a JSON object."""
+    tree = parse(read_regular(file))
     if not isinstance(tree, dict):
         raise ValueError("it is not a JSON object")
-    level: list[Any] = [tree]
-    for _ in range(MAX_DEPTH):
-        level = [value for node in level for value in _inside(node)]
-    if level:
-        raise ValueError("it is nested too deep")
     return tree
 
 
@@ -66,10 +58,6 @@ def expect(tree: Any, **kinds: type) -> None:
 def as_json(tree: object) -> bytes:
     """Return a value as the content of a JSON file."""
     return (json.dumps(tree, ensure_ascii=False, indent=1) + "\n").encode()
-
-
-def _inside(node: Any) -> Iterable[Any]:
-    return node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
 
 
 def _short(value: object) -> str:

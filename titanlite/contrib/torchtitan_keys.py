@@ -65,7 +65,6 @@ TOKENIZER = Conversion("tokenizer", to_tokenizer, "a tiktoken file, or a folder 
 
 RENAMED = {
     "checkpoint.enable_checkpoint": "checkpoint.enable",
-    "checkpoint.last_save_in_hf": "checkpoint.export_hf",
     "debug.deterministic": "training.deterministic",
     "debug.moe_force_load_balance": "moe.force_load_balance",
     "debug.seed": "training.seed",
@@ -134,8 +133,9 @@ _REASONS = {  # reason why there is no counterpart: keys; a key that ends with a
         checkpoint.exclude_from_loading checkpoint.initial_load_in_hf checkpoint.initial_load_model_only
         checkpoint.initial_load_model_weights_only
     """,
-    "`titanlite export` writes the weights alone": """
-        checkpoint.last_save_model_only checkpoint.last_save_model_weights_only
+    "`titanlite export` writes the weights alone, with any dtype": """
+        checkpoint.export_dtype checkpoint.last_save_in_hf checkpoint.last_save_model_only
+        checkpoint.last_save_model_weights_only
     """,
     "`titanlite checkpoint verify` reads without training": "checkpoint.load_only",
     "as in training": "validation.dataloader. validation.local_batch_size validation.seq_len",
@@ -163,7 +163,7 @@ HARMLESS: Values = {
 DEFAULTS: Values = {
     "profiling.profiler_warmup": 3, "metrics.enable_tensorboard": False, "optimizer.lr": 8e-4,
     "lr_scheduler.warmup_steps": 200, "training.mixed_precision_param": "bfloat16", "data.num_workers": 0,
-    "checkpoint.enable": False, "checkpoint.export_dtype": "float32", "checkpoint.async_mode": "disabled",
+    "checkpoint.enable": False, "checkpoint.async_mode": "disabled",
     "activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "2",
     "float8.enable_fsdp_float8_all_gather": False, "comm.init_timeout_seconds": 300,
     "comm.train_timeout_seconds": 100, "validation.freq": 10,

@@ -12,7 +12,7 @@ import json
 import os
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,19 +89,15 @@ def write_directory(
     target: Path,
     model: ModelAndTokenizer,
     form: ExportFormat = DEFAULT_FORMAT,
-    replace: bool = False,
-    should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
     """Write `weights` as the new directory `target`. Returns the size of its tensors in bytes.
 
-    `replace`: replace an existing `target` when the new one is complete. `should_stop`: polled while files
-    are written; the export stops when it returns True.
     Raises ConfigError if the weights belong to another model or `target` exists, CheckpointError if `target`
     cannot be written. An error leaves nothing on the disk."""
     check(weights, model.family)
     outputs, vocab_size = _outputs(weights, model, form)
     shards = _in_shards(outputs, form.max_shard_bytes)
-    return _write(target, _small_files(model, outputs, vocab_size), shards, SINGLE, replace, should_stop)
+    return _write(target, _small_files(model, outputs, vocab_size), shards, SINGLE)
 
 
 def write_adapter(
@@ -153,12 +149,10 @@ def _write(
     small: dict[str, bytes],
     shards: Sequence[Sequence[_Output]],
     single: str,
-    replace: bool = False,
-    should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
     """Write the small files and the tensors as the new directory `target`. `single`: the name of the file of
     tensors if there is only one. Other arguments, result and errors: see write_directory."""
-    if not replace and (target.exists() or target.is_symlink()):
+    if target.exists() or target.is_symlink():
         raise ConfigError(f"{target} exists; choose another directory, or delete it")
     size = sum(output.size for shard in shards for output in shard)
     partial = target.with_name(f".partial-{target.name}-{uuid.uuid4().hex[:8]}")
@@ -168,9 +162,10 @@ def _write(
         commit.check_space(target.parent, size, "the export")
         for name, content in small.items():
             write_file(partial / name, content)
-        _write_shards(partial, shards, single, should_stop)
+        _write_shards(partial, shards, single)
         sync(partial)
-        _rename(partial, target, replace)
+        os.rename(partial, target)  # fails if `target` exists by now
+        sync(target.parent)
     except OSError as e:
         commit.discard(partial)
         raise CheckpointError(f"{target} could not be written: {type(e).__name__}: {e}") from e
@@ -178,21 +173,6 @@ def _write(
         commit.discard(partial)
         raise
     return size
-
-
-def _rename(partial: Path, target: Path, replace: bool) -> None:
-    """Rename `partial` to `target`. With `replace`, delete the directory that had this name."""
-    old = target.with_name(f".trash-{target.name}-{uuid.uuid4().hex[:8]}")
-    if replace and target.exists():
-        os.rename(target, old)
-    try:
-        os.rename(partial, target)
-    except OSError:
-        if old.exists():
-            os.rename(old, target)
-        raise
-    sync(target.parent)
-    commit.discard(old)
 
 
 def _outputs(weights: Weights, model: ModelAndTokenizer, form: ExportFormat) -> tuple[list[_Output], int]:
@@ -257,22 +237,20 @@ def _in_shards(outputs: Sequence[_Output], max_bytes: int) -> list[list[_Output]
     return shards
 
 
-def _write_shards(
-    folder: Path, shards: Sequence[Sequence[_Output]], single: str, should_stop: Callable[[], bool]
-) -> None:
+def _write_shards(folder: Path, shards: Sequence[Sequence[_Output]], single: str) -> None:
     if len(shards) == 1:
-        _write_shard(folder / single, shards[0], should_stop)
+        _write_shard(folder / single, shards[0])
         return
     file_of: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05}-of-{len(shards):05}.safetensors"
-        _write_shard(folder / file, shard, should_stop)
+        _write_shard(folder / file, shard)
         file_of |= {output.name: file for output in shard}
     size = sum(output.size for shard in shards for output in shard)
     write_file(folder / INDEX, as_json({"metadata": {"total_size": size}, "weight_map": file_of}))
 
 
-def _write_shard(file: Path, shard: Sequence[_Output], should_stop: Callable[[], bool]) -> None:
+def _write_shard(file: Path, shard: Sequence[_Output]) -> None:
     """Write a safetensors file: the header's length, the header, the tensors' bytes
     (https://huggingface.co/docs/safetensors)."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -291,8 +269,6 @@ def _write_shard(file: Path, shard: Sequence[_Output], should_stop: Callable[[],
         f.write(len(text).to_bytes(8, "little") + text)
         for output in shard:
             for chunk in blocks.read(output):
-                if should_stop():
-                    raise CheckpointError("the export was stopped")
                 num_rows = max(BLOCK_BYTES // max(chunk[:1].numel() * output.dtype.itemsize, 1), 1)
                 for block in chunk.split(num_rows):
                     # In fp64, so that values are rounded once.

@@ -28,7 +28,7 @@ from titanlite.lab.memory import rank_memory
 from titanlite.lab.plan import planned_run
 from titanlite.lab.planned import PlannedRun
 from titanlite.lab.trial_runs import LOOK_S, RunFailed, end_runs, groups_of_gpus, start_run, stoppable
-from titanlite.log import for_terminal, tell
+from titanlite.log import tell
 from titanlite.metrics.memory import REMEDIES, OutOfMemory
 from titanlite.report.recorded_run import Record, read_run
 from titanlite.runtime.signals import Stopped, StopRequests
@@ -42,8 +42,6 @@ MAX_STARTS = 8  # two to four are usual
 END_S = 60.0  # seconds that a run has to end after its third step, before it is killed
 LEFT_OUT = [  # what the runs leave out: it takes no memory of a step, or writes files that nobody wants
     "--checkpoint.enable=false",
-    "--checkpoint.export_hf=false",
-    "--checkpoint.export_hf_interval=0",
     "--guard.on_spike=log",  # "rewind" needs checkpoints
     "--validation.enable=false",
     "--generation.prompts=[]",
@@ -263,7 +261,7 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
         trials = find(sizes, trainer.planned_gib, card.memory_gib, trainer)
     fitting = [trial for trial in trials if trial.fits(card.memory_gib)]
     lines = [_table(trials, trainer), *(_answer(fitting, trials, sizes, trainer) if fitting else [])]
-    print(for_terminal("\n".join(lines)))
+    print("\n".join(lines))
     if not fitting:
         text = f"even training.local_batch_size={sizes[0]} does not fit. Settings that need less memory:"
         raise OutOfMemory(f"{text}{REMEDIES}")

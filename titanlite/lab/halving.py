@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titanlite.config.axes import Axis
+from titanlite.lab.axes import Axis
 
 MIN_GOING_ON = 3  # runs: through fewer there is no parabola
 SPREADS = 2  # a difference of less than so many times that of two seeds is a tie

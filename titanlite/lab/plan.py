@@ -38,7 +38,6 @@ from titanlite.lab.saves import GPU_HOURS_PER_FAILURE, best_saves, span
 from titanlite.lab.sharding import knows_state
 from titanlite.lab.step_time import guesses
 from titanlite.lab.verbs import plan_arguments
-from titanlite.log import for_terminal
 from titanlite.models.base import Decoder
 from titanlite.parallel.dry_run import too_many_shards
 from titanlite.report.charts import short
@@ -73,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     if options.svg is not None:
         title = f"{options.config}: {plan['layout']} of {plan['gpus']} x {plan['gpu']}, GiB per rank"
         write_atomically(options.svg, memory_svg(layout.memory.moments, plan["memory"]["card_gib"], title))
-    print(json.dumps(plan, indent=1) if options.json else for_terminal(_text(plan)))
+    print(json.dumps(plan, indent=1) if options.json else _text(plan))
     return 0
 
 

@@ -15,13 +15,13 @@ from titanlite.job import Job
 from titanlite.lab.activations import BlockShape
 from titanlite.lab.sharding import Parameter, knows_state, parameters_of
 from titanlite.losses import ChunkedCrossEntropy, CrossEntropy, Loss
-from titanlite.mesh import Degrees, Parallelism
 from titanlite.models.base import Decoder
 from titanlite.optim.base import Optimizer
 from titanlite.optim.ema import EMA
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.parallel.compile import Compile
 from titanlite.parallel.float8 import Float8
+from titanlite.parallelism import Degrees, Parallelism
 from titanlite.runtime.training import BatchLayout, Training
 
 MAX_BLOCKS = 1000  # of a planned model: one with more takes minutes

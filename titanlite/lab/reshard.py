@@ -8,7 +8,7 @@ from dataclasses import replace
 from titanlite.lab.memory import reshard_choice
 from titanlite.lab.planned import PlannedRun
 from titanlite.log import logger
-from titanlite.mesh import Parallelism
+from titanlite.parallelism import Parallelism
 from titanlite.runtime.runtime import Runtime
 
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from titanlite.config import toml
 from titanlite.config.amount import DIVISIBLE, Amount
-from titanlite.config.axes import Axis, take_axes
 from titanlite.config.component import ConfigError
 from titanlite.files import write_atomically
 from titanlite.job import Job, load_job
+from titanlite.lab.axes import Axis, take_axes
 from titanlite.lab.halving import (
     SPREADS,
     Optimum,

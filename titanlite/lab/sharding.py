@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from titanlite.mesh import Degrees, Parallelism
 from titanlite.models.base import Decoder, is_adapter
 from titanlite.optim.adamw import AdamWKeys
 from titanlite.optim.base import Optimizer
 from titanlite.optim.low_bit import BLOCK, has_blocks
 from titanlite.optim.muon import Muon
 from titanlite.parallel.pipeline_parallel import split_into_stages, stages_of_rank
+from titanlite.parallelism import Degrees, Parallelism
 
 EMBEDDING, HEAD, ROOT = "embedding", "head", "root"  # FSDP's units beside the blocks, which are numbers
 # Tensor-parallel styles that shard the first dim.

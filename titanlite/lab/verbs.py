@@ -9,9 +9,9 @@ from pathlib import Path
 
 from titanlite.commands import Verb, parser
 from titanlite.config.amount import SUFFIXES, Amount
-from titanlite.config.axes import take_axes
 from titanlite.config.component import ConfigError
 from titanlite.config.shipped import find_config
+from titanlite.lab.axes import take_axes
 from titanlite.options import Options, add_allow_imports, parse_number, parse_price
 from titanlite.tools.verbs import shown_config
 

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO
 
-from titanlite.files import FileFault, open_own, write_atomically
+from titanlite.files import write_atomically
 from titanlite.log import logger
 
 MAX_WAITING = 10_000  # records kept in memory: some MiB
@@ -50,7 +50,7 @@ class Records:
             self._num_lost += 1
         try:
             self._write_waiting()
-        except (OSError, FileFault) as e:
+        except OSError as e:
             if not self._fails:
                 logger.error(f"{self._path}: {_reason(e)}; its records are kept until they can be written")
             self._fails = True
@@ -135,10 +135,8 @@ def read_own(path: Path) -> bytes:
     if not os.path.lexists(path):
         return b""
     try:
-        with open_own(path) as file, open(file.fileno(), "rb", closefd=False) as data:
-            data.seek(0)
-            return data.read()
-    except (OSError, FileFault) as e:
+        return path.read_bytes()
+    except OSError as e:
         move_aside(path, _reason(e))
         return b""
 
@@ -147,8 +145,8 @@ def _append(path: Path, data: bytes) -> None:
     """Append to a file of the run folder; anything else at its path is moved aside."""
     try:
         file = _open(path)
-    except FileFault as e:
-        move_aside(path, str(e))
+    except IsADirectoryError as e:
+        move_aside(path, _reason(e))
         file = _open(path)
     with file:
         _write_whole(file, data)
@@ -157,11 +155,11 @@ def _append(path: Path, data: bytes) -> None:
 def _open(path: Path) -> IO[str]:
     """Open a file of the run folder for appending. A hard link is replaced by a file of its own: `cp -rl` may
     have copied the run folder, and the copy must not get these records."""
-    file = open_own(path)
+    file = open(path, "a", encoding="utf-8")  # noqa: SIM115 -- Records keeps it open
     if os.fstat(file.fileno()).st_nlink > 1:
         file.close()
         write_atomically(path, read_own(path))
-        file = open_own(path)
+        file = open(path, "a", encoding="utf-8")  # noqa: SIM115
     return file
 
 
@@ -184,5 +182,5 @@ def move_aside(path: Path, reason: str) -> None:
     logger.warning(f"{path}: {reason}; moved to {aside.name}, and the run continues with a new one")
 
 
-def _reason(error: OSError | FileFault) -> str:
+def _reason(error: OSError) -> str:
     return getattr(error, "strerror", None) or str(error)

@@ -19,10 +19,11 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from titanlite.mesh import EXPERT_FSDP, Degrees, Mesh, Parallelism
+from titanlite.mesh import Mesh
 from titanlite.models.base import Decoder
 from titanlite.models.moe import moe_layers_of
 from titanlite.parallel.expert_parallel import fsdp_dim
+from titanlite.parallelism import EXPERT_FSDP, Degrees, Parallelism
 from titanlite.step_clock import StepClock
 from titanlite.torch_compat import (
     finish_weight_backward,

@@ -8,11 +8,11 @@ import torch
 
 from titanlite.attention.auto import Auto
 from titanlite.attention.base import AttentionBackend
-from titanlite.mesh import Parallelism
 from titanlite.models.load_balance import LoadBalance
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.parallel.compile import Compile
 from titanlite.parallel.float8 import Float8
+from titanlite.parallelism import Parallelism
 from titanlite.step_clock import StepClock
 
 

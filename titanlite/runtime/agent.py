@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from titanlite.errors import PEER_ERRORS, TRACEBACK
-from titanlite.log import printable, tell, write_error
+from titanlite.log import tell, write_error
 from titanlite.runtime.environment import set_notes_folder
 from titanlite.runtime.hang import describe_hang, listed
 from titanlite.runtime.signals import AGAIN_S, END, SAVE, STOP, Stopped, handled_signals
@@ -207,7 +207,7 @@ class Agent(LocalElasticAgent):
     def _note(self, rank: int) -> str | None:
         try:
             assert self._notes is not None
-            return printable((self._notes / f"rank-{rank}").read_text("utf-8", errors="replace"))
+            return (self._notes / f"rank-{rank}").read_text("utf-8", errors="replace")
         except OSError:
             return None
 

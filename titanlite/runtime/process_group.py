@@ -15,7 +15,7 @@ from titanlite.runtime.environment import (
     check_interfaces,
     connect_on_demand,
     notes_folder,
-    num_local_ranks,
+    place,
     set_flight_recorder_defaults,
     stay_on_this_node,
     store_address,
@@ -46,7 +46,7 @@ def init_process_group(device: torch.device, comm: Comm, rank: int, num_ranks: i
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     rendezvous: dict[str, Any] = {}
-    if num_ranks == num_local_ranks():
+    if num_ranks == place().num_local_ranks:
         stay_on_this_node()
         store = _store_on_this_node(num_ranks)
         if store is not None:

@@ -50,7 +50,7 @@ from titanlite.data.shards import TokenShards
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.sources import short_names
 from titanlite.job import Job, build_tokenizer, load_job
-from titanlite.log import for_terminal, tell
+from titanlite.log import tell
 from titanlite.options import take_flag, take_numbers
 from titanlite.stages import Stages, check_stages, label
 from titanlite.tokenizers.base import Tokenizer, TokenizerConfig
@@ -194,7 +194,7 @@ def _skipped(job: Job, sequences: SequenceDataset) -> SkippedSequences:
     """The sequences that a run skips: those of its job, and those of the newest checkpoint in its folder, if
     the job numbers the sequences as the checkpoint's run does."""
     try:
-        candidate = newest(job.folder / job.checkpoint.folder, -1, [], job.checkpoint.verify)
+        candidate = newest(job.folder / job.checkpoint.folder, -1, [])
     except CheckpointError as e:  # of another format
         tell(f"sequences that the run skips are marked from its configuration only: {e}")
         candidate = None
@@ -250,7 +250,7 @@ def _print_sequence(packed: PackedSequences, number: int, tokenizer: Tokenizer, 
             num = num_left if in_last else min(num_left, length - place % length)
             document, offset = packed.shards.locate(start)
             print(f"---- document {document:,}, tokens {offset:,} to {offset + num - 1:,}")
-            print(for_terminal(_text(packed.shards, start, num, offset == 0, tokenizer)))
+            print(_text(packed.shards, start, num, offset == 0, tokenizer))
             start, num_left, place = start + num, num_left - num, place + num
     if padding := packed.seq_len + 1 - int(lengths.sum()):
         print(f"---- {padding:,} tokens of padding")

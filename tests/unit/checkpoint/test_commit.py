@@ -258,7 +258,7 @@ def test_a_failed_retention_is_no_failed_save(tmp_path: Path, monkeypatch: pytes
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(commit, "retain", refuse)
-    run = save_steps(tmp_path, 3, keep_latest_k=2, on_save_error="stop")[1]
+    run = save_steps(tmp_path, 3, keep_latest_k=2)[1]
     run.close()
     assert names(tmp_path) == ["step-1", "step-2", "step-3"]
 
@@ -411,6 +411,7 @@ ACTIONS = st.one_of(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=25, deadline=None)
 @example(
     actions=[

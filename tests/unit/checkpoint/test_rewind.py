@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.support.checkpoints import EXTRA, IDENTITY, Toy, archived, flip_a_shard, go, open_run
-from titanlite.checkpoint import checkpointer, commit
+from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import Checkpointer, steps_for_rewind
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.section import Checkpoint
@@ -50,28 +48,6 @@ def test_a_rewind_restores_the_newest_healthy_checkpoint_and_archives_the_later_
     assert equal(again[-1], values[3])
     run.close()
     assert go(tmp_path, to_step=4) == 4
-
-
-def test_a_rewind_waits_for_an_export_without_keeping_the_other_ranks_in_one_collective(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, toy = open_run(tmp_path), Toy()
-    take_steps(run, toy, 3)
-    monkeypatch.setattr(checkpointer, "EXPORT_POLL_S", 0.02)
-    num_calls, from_rank_zero = 0, run.ranks.from_rank_zero
-
-    def counted(act: Callable[[], Any]) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        return from_rank_zero(act)
-
-    monkeypatch.setattr(run.ranks, "from_rank_zero", counted)
-    run.check_save()
-    run.saver.submit(lambda: time.sleep(0.5))  # an export
-    assert run.rewind(2, toy.net, toy.optimizer, toy.state)
-    assert num_calls > 5
-    assert archived(tmp_path) == [[3]]
-    run.close()
 
 
 @pytest.mark.parametrize("num_after", [0, 1, 3])

@@ -79,7 +79,7 @@ def test_bytes_on_disk_are_little_endian(tmp_path: Path) -> None:
     assert (tmp_path / "d" / "00000.idx").read_bytes() == bytes(8) + b"\x02" + bytes(7)
 
 
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=30).filter(any),
     shard_tokens=st.integers(1, 40),

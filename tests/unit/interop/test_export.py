@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,9 @@ from tests.support.foreign import random_tensors, reference_logits, write_meta, 
 from tests.support.jobs import make_job, write_toml
 from tests.support.models import SCALED, family, row, tensors_in
 from titanlite import cli
-from titanlite.checkpoint.commit import CheckpointError, list_committed
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import model_tensors
 from titanlite.config.component import ConfigError
-from titanlite.interop import export, exporter
 from titanlite.interop.dcp import open_titanlite
 from titanlite.interop.export import ExportFormat, write_directory
 from titanlite.interop.huggingface import open_hugging_face
@@ -140,211 +137,21 @@ def test_a_buffer_that_is_state_is_exported(
     assert all(torch.equal(tensors_in(tmp_path / "it")[name], value) for name, value in values.items())
 
 
-# ---- by the run itself
+# ---- runs and their exports
 
 
-def test_a_run_exports_at_its_end_and_in_between(tmp_path: Path, corpus: Path) -> None:
-    options = ["--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=4", "--checkpoint.interval=2"]
-    job = make_job(tmp_path, corpus, *options, "--training.steps=7", "--checkpoint.export_dtype=float32")
-    train(job)
-    assert sorted(p.name for p in (job.folder / "hf").iterdir()) == ["step-4", "step-7"]
-    for step in (4, 7):
-        theirs, ours = tensors_in(job.folder / f"hf/step-{step}"), trained(job, step)
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    train(make_job(tmp_path, corpus, *options[:1], "--training.steps=8"))  # goes on
-    assert sorted(p.name for p in (job.folder / "hf").iterdir()) == ["step-4", "step-7", "step-8"]
-
-
-def test_a_runs_exports_are_not_taken_for_its_checkpoints(tmp_path: Path, corpus: Path, capsys) -> None:
-    job = make_job(
-        tmp_path, corpus, "--checkpoint.export_hf=true", "--checkpoint.folder=saves", "--training.steps=1"
-    )
-    train(job)
-    assert cli.run(["export", str(job.folder), str(tmp_path / "it")]) == 0
-    for place in ("hf", "hf/step-1"):
-        complaint("export", job.folder / place, tmp_path / "no")
-        assert f"{job.folder / 'hf/step-1'} is not a checkpoint but an export" in capsys.readouterr().err
-    again = make_job(
-        tmp_path, corpus, f"--checkpoint.initial_load_path={job.folder / 'hf/step-1'}", name="again"
-    )
-    train(again)
-
-
-def test_training_continues_while_a_step_is_exported(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The export of step 2 lasts until step 5 is logged. Each checkpoint is kept until it is exported."""
-    job = make_job(
-        tmp_path, corpus, "--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=2",
-        "--checkpoint.interval=2", "--checkpoint.keep_latest_k=2", "--checkpoint.export_dtype=float32",
-        "--metrics.log_freq=1",
-    )  # fmt: skip
-    write, logged, missing = exporter.write_directory, [], []
-
-    def slow(weights: Any, *args: Any, **options: Any) -> int:
-        if not logged:
-            waited = threading.Event()
-            for _ in range(300):
-                if '"step": 5,' in (job.folder / "metrics.jsonl").read_text() or waited.wait(0.1):
-                    break
-            logged.append('"step": 5,' in (job.folder / "metrics.jsonl").read_text())
-        missing.append(not weights.path.exists())
-        return write(weights, *args, **options)
-
-    monkeypatch.setattr(exporter, "write_directory", slow)
-    train(job)
-    assert logged == [True]
-    assert missing == [False] * 4
-    assert sorted(p.name for p in (job.folder / "checkpoint").iterdir()) == ["step-6", "step-8"]  # afterwards
-    assert sorted(p.name for p in (job.folder / "hf").iterdir()) == ["step-2", "step-4", "step-6", "step-8"]
-    whole = make_job(
-        tmp_path, corpus, "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0", name="whole"
-    )
-    train(whole)
-    for step in (2, 4, 6, 8):
-        theirs, ours = tensors_in(job.folder / f"hf/step-{step}"), trained(whole, step)
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_a_run_that_is_stopped_gives_its_exports_up(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    job = make_job(
-        tmp_path, corpus, "--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=4",
-        "--training.steps=4000", "--lr_scheduler.total_steps=4000",
-    )  # fmt: skip
-    write = exporter.write_directory
-
-    def slow(*args: Any, should_stop: Callable[[], bool], **options: Any) -> int:
-        (job.folder / "STOP").touch()
-        waited = threading.Event()
-        assert any(should_stop() or waited.wait(0.1) for _ in range(600))
-        return write(*args, should_stop=should_stop, **options)
-
-    monkeypatch.setattr(exporter, "write_directory", slow)
-    assert train(job) == 75
-    assert re.search(r"not exported yet: step 4.*; the next start exports it if", capfd.readouterr().err)
-    assert not list((job.folder / "hf").iterdir())
-    steps = [step for step, _ in list_committed(job.folder / "checkpoint")]
-    monkeypatch.undo()
-    again = make_job(tmp_path, corpus, "--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=4",
-        f"--training.steps={steps[-1]}", "--lr_scheduler.total_steps=4000")  # fmt: skip
-    assert train(again) == 0
-    due = ", ".join(str(step) for step in steps if step % 4 == 0)
-    assert f"exporting checkpoints that have no export yet: step {due}" in capfd.readouterr().err
-    assert {p.name for p in (job.folder / "hf").iterdir()} == {f"step-{s}" for s in steps}
-
-
-def test_a_finished_run_exports_what_it_has_not(tmp_path: Path, corpus: Path) -> None:
-    train(make_job(tmp_path, corpus, "--training.steps=2"))
-    hf = tmp_path / "run/hf"
-    mine = hf / ".partial-mine-1234"  # of a `titanlite export` beside it
-    mine.mkdir(parents=True)
-    job = make_job(tmp_path, corpus, "--training.steps=2", "--checkpoint.export_hf=true")
-    assert train(job) == 0
-    before = (hf / "step-2").stat().st_ino
-    assert train(job) == 0
-    assert (hf / "step-2").stat().st_ino == before
-    assert sorted(p.name for p in hf.iterdir()) == [mine.name, "step-2"]
-
-
-def test_exports_of_an_archived_branch_are_archived(tmp_path: Path, corpus: Path) -> None:
-    options = ["--checkpoint.export_hf=true", "--checkpoint.interval=2", "--training.steps=4"]
-    train(make_job(tmp_path, corpus, *options))
-    before = (tmp_path / "run/hf/step-4").stat().st_ino
-    train(make_job(tmp_path, corpus, *options, "--checkpoint.load_step=2"))
-    assert (tmp_path / "run/hf/archived-0/step-4").stat().st_ino == before
-    assert (tmp_path / "run/hf/step-4/config.json").exists()
-
-
-def test_a_failed_export_loses_no_checkpoint(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    job = make_job(tmp_path, corpus, "--checkpoint.export_hf=true", "--training.steps=2")
-
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(export, "_write_shards", fail)
-    with pytest.raises(CheckpointError, match=r"step 2 could not be exported: .*No space left"):
-        train(job)
-    assert "`titanlite export" in capfd.readouterr().err
-    assert (job.folder / "checkpoint/step-2/manifest.json").exists()
-    assert not list((job.folder / "hf").iterdir())
-
-
-def test_a_failed_export_of_an_earlier_step_does_not_fail_a_finished_run(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The last step's export is there; only step 2's is missing, and its checkpoint is damaged."""
-    options = ["--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=2", "--checkpoint.interval=2"]
-    job = make_job(tmp_path, corpus, *options, "--training.steps=4")
-    assert train(job) == 0
-    shutil.rmtree(job.folder / "hf/step-2")
-    next((job.folder / "checkpoint/step-2").glob("*.distcp")).write_bytes(b"")
-    capfd.readouterr()
-    for _ in range(2):
-        assert train(job) == 0
-        said = capfd.readouterr().err
-        assert said.count("step 2 could not be exported: ") == 1
-        assert "Traceback" not in said
-    shutil.rmtree(job.folder / "hf/step-4")  # control
-    monkeypatch.setattr(exporter, "write_directory", lambda *_, **__: 1 / 0)
-    with pytest.raises(CheckpointError, match="step 4 could not be exported: division by zero"):
-        train(job)
-
-
-def test_an_error_outside_of_a_single_export_is_not_lost(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as a file system that does not answer while checkpoints are listed."""
-    job = make_job(tmp_path, corpus, "--checkpoint.export_hf=true", "--training.steps=2")
-
-    def fail(*_: object) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(exporter.Exporter, "make", fail)
-    with pytest.raises(RuntimeError, match="Input/output error"):
-        train(job)
-    assert list_committed(job.folder / "checkpoint")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=6"],
-            "not a multiple of interval = 4",
-        ),
-        (["--checkpoint.export_hf_interval=4"], "without export_hf = true"),
-        (["--checkpoint.export_hf=true", "--checkpoint.enable=false"], "enable = false saves none"),
-        (["--checkpoint.export_hf=true", "--checkpoint.folder=hf"], "hf is the folder of the exports"),
-    ],
-)
-def test_keys_that_contradict_each_other(
-    tmp_path: Path, corpus: Path, options: list[str], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_job(tmp_path, corpus, *options)
-
-
-def test_what_cannot_be_exported_is_told_before_the_run(tmp_path: Path, corpus: Path, monkeypatch) -> None:
-    monkeypatch.delattr("titanlite.tokenizers.bytes._BytesTokenizer.hugging_face_files")
-    job = make_job(tmp_path, corpus, "--checkpoint.export_hf=true")
-    with pytest.raises(ConfigError, match="cannot be written in a form that transformers reads"):
-        train(job)
-    assert not job.folder.exists()
+def test_an_export_is_not_taken_for_a_checkpoint(run: Job, tmp_path: Path, corpus: Path, capsys) -> None:
+    exported = tmp_path / "hf/step-1"
+    assert cli.run(["export", str(run.folder), str(exported)]) == 0
+    for place in (exported.parent, exported):
+        complaint("export", place, tmp_path / "no")
+        assert f"{exported} is not a checkpoint but an export" in capsys.readouterr().err
+    train(make_job(tmp_path, corpus, f"--checkpoint.initial_load_path={exported}", name="again"))
 
 
 def test_a_split_that_cannot_be_exported_is_told(tmp_path: Path, corpus: Path, capsys) -> None:
-    """Before a run that exports, and by `titanlite export`."""
     tokenizer = ["--tokenizer.name=tiktoken", r"--tokenizer.pattern=\p{Script=Latin}+|.|\n"]
-    size = "--model.overrides.vocab_size=8192"
-    job = make_job(tmp_path, corpus, *tokenizer, size, "--training.steps=1", "--checkpoint.export_hf=true")
-    with pytest.raises(ConfigError, match="tokenizers cannot run this tokenizer"):
-        train(job)
-    assert not job.folder.exists()
-    job = make_job(tmp_path, corpus, *tokenizer, size, "--training.steps=1")
+    job = make_job(tmp_path, corpus, *tokenizer, "--model.overrides.vocab_size=8192", "--training.steps=1")
     train(job)
     complaint("export", job.folder, tmp_path / "out")
     assert "tokenizers cannot run this tokenizer" in capsys.readouterr().err
@@ -407,6 +214,7 @@ def test_mistakes_are_told_and_leave_nothing(run: Job, tmp_path: Path, capsys, c
     assert sorted(p.name for p in tmp_path.iterdir()) == ["copy", "job.toml"]
 
 
+@pytest.mark.full
 def test_another_tokenizer_than_the_runs_is_refused(run: Job, tmp_path: Path, capsys, corpus: Path) -> None:
     ranks = Path(__file__).resolve().parents[3] / "assets/tokenizer/stdlib.tiktoken"
     shutil.copy(ranks, tmp_path / "mine.tiktoken")
@@ -455,7 +263,7 @@ def test_another_tokenizer_than_the_runs_is_refused(run: Job, tmp_path: Path, ca
 
 
 def test_a_family_without_a_hugging_face_form(tmp_path: Path, corpus: Path, capsys) -> None:
-    """It may start from its own runs; an export is refused before the run."""
+    """It may start from its own runs; an export is refused."""
     own = [
         "--job.imports=['tests.support.parallel_residual']",
         "--model={name='parallel_residual', flavor='tiny'}",
@@ -464,9 +272,6 @@ def test_a_family_without_a_hugging_face_form(tmp_path: Path, corpus: Path, caps
     train(make_job(tmp_path, corpus, *own, name="first"))
     start = f"--checkpoint.initial_load_path={tmp_path / 'first'}"
     assert train(make_job(tmp_path, corpus, *own, start, name="second")) == 0
-    with pytest.raises(ConfigError, match="parallel_residual has no Hugging Face form"):
-        train(make_job(tmp_path, corpus, *own, "--checkpoint.export_hf=true", name="third"))
-    assert not (tmp_path / "third").exists()
     complaint("export", tmp_path / "first", tmp_path / "it")
     said = capsys.readouterr().err
     assert (
@@ -499,6 +304,7 @@ def peak_of_an_export(
     return (kib("VmHWM") - before) * 1024
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_export_holds_less_than_its_largest_file(tmp_path: Path, run_on: Callable[..., list[Any]]) -> None:
     """A model in the proportions of 8B, with 1/256 of its parameters in as many layers, in files of 1/256 of

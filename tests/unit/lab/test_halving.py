@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.support.tiers import full
-from titanlite.config.axes import Axis, take_axes
 from titanlite.config.component import ConfigError
+from titanlite.lab.axes import Axis, take_axes
 from titanlite.lab.halving import Rung, Trial, grid, halve, optimum, rungs, survivors, ties
 from titanlite.lab.search import _optimum_line
 from titanlite.optim.warmup_stable_decay import WarmupStableDecay

@@ -27,7 +27,7 @@ from titanlite.lab.planned import PlannedRun
 from titanlite.lab.sharding import parameters_of, rank_parameters
 from titanlite.lab.step_time import guesses
 from titanlite.losses import ChunkedCrossEntropy
-from titanlite.mesh import Parallelism, build_mesh, local_shard
+from titanlite.mesh import build_mesh, local_shard
 from titanlite.models.base import ModelFamily
 from titanlite.models.llama3 import Llama3
 from titanlite.models.olmoe import Olmoe
@@ -39,6 +39,7 @@ from titanlite.optim.muon import Muon
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.parallel.apply import parallelize
 from titanlite.parallel.settings import ParallelSettings
+from titanlite.parallelism import Parallelism
 
 H100 = next(card for card in CARDS if card.name == "H100")
 LAYOUTS = [{}, {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}]
@@ -70,6 +71,7 @@ def real_sizes(
     return sizes_by_layout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "model", "layouts"),
     [
@@ -138,7 +140,7 @@ def test_kept_tensors_without_the_compiler_are_those_of_autograd(model: Any) -> 
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("family", [Qwen3MoE, Olmoe])
+@pytest.mark.parametrize("family", [Qwen3MoE, full(Olmoe)])
 def test_kept_tensors_of_experts_are_those_of_autograd(family: type[ModelFamily], compiled: bool) -> None:
     model = family(flavor="debug")
     shape = BlockShape.of(model.build_on_meta(), size=2, compiled=compiled, is_float8=False)

@@ -101,6 +101,7 @@ def test_experts_are_counted_but_the_law_of_dense_models_is_not_asked(capsys: Ca
     assert plan["model"]["matmul_parameters"] == active
 
 
+@pytest.mark.full
 def test_experts_on_axes_of_their_own(capsys: Capture) -> None:
     words = ["qwen3_30b_a3b", "--gpus=8xH200", "--parallelism.fsdp_reshard_after_forward=never"]
     plans = {
@@ -133,6 +134,7 @@ def test_a_distance_that_is_too_small_to_tell_is_not_given(capsys: Capture) -> N
     assert texts[0].count(" FLOPs") == 1  # of the smaller model, in units of the run's
 
 
+@pytest.mark.full
 def test_layouts_are_listed_as_overrides_that_a_job_accepts(capsys: Capture) -> None:
     words = ["plan", "debug", "--gpus=2xH100", "--training.local_batch_size=2"]
     plan = planned(capsys, *words, "--top=2")
@@ -152,6 +154,7 @@ def test_layouts_are_listed_as_overrides_that_a_job_accepts(capsys: Capture) -> 
     assert shared.startswith("not pp 2: parallelism.pipeline_parallel_degree: embedding")
 
 
+@pytest.mark.full
 def test_layouts_that_do_not_fit_are_one_line(capsys: Capture) -> None:
     words = ["plan", "llama3_8b", "--gpus=2xL4", "--top=1"]
     rows = planned(capsys, *words)["refused_layouts"]
@@ -164,6 +167,7 @@ def test_layouts_that_do_not_fit_are_one_line(capsys: Capture) -> None:
     assert line == f"not {', '.join(sizes)}: too large even with mode = 'full' and micro-batches of 1"
 
 
+@pytest.mark.full
 def test_a_rate_of_failures_decides_how_often_to_save(capsys: Capture) -> None:
     usual, own = (planned(capsys, *BIG, *words) for words in ([], ["--mtbf=40"]))
     stall_s, step_s = 0.42 / 16.7 * own["checkpoint"]["gib"] / 8, own["time"]["step_s"]

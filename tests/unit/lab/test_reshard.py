@@ -16,7 +16,7 @@ from titanlite.lab.memory import GIB, at_most, rank_memory, reshard_choice
 from titanlite.lab.planned import PlannedRun, planned_run
 from titanlite.lab.reshard import resolve_reshard
 from titanlite.losses import CrossEntropy
-from titanlite.mesh import Parallelism
+from titanlite.parallelism import Parallelism
 from titanlite.runtime.runtime import Runtime
 
 LARGE = 1000 * GIB

@@ -140,7 +140,7 @@ def link(path: Path) -> None:
 
 FILES = [(JsonLines, "metrics.jsonl"), (Samples, "samples.txt")]
 KINDS = [
-    *[(make, name, kind) for make, name in FILES for kind in (directory, os.mkfifo, dangling_link, link)],
+    *[(make, name, directory) for make, name in FILES],
     *[(EventFile, "tb", kind) for kind in (plain_file, os.mkfifo, dangling_link, link)],
 ]
 
@@ -165,14 +165,6 @@ def test_another_kind_of_file_is_moved_aside(
     assert len(log.messages) == 1
     assert aside.name in log.messages[0]
     assert not (tmp_path / "nowhere").exists()
-
-
-def test_what_is_cut_is_not_written_through_a_pipe(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(line(1) + line(2))
-    os.mkfifo(tmp_path / "metrics.superseded.jsonl")
-    write(JsonLines(path, from_step=1))
-    assert (tmp_path / "metrics.superseded.jsonl").read_bytes() == line(2)
 
 
 # ---- a rewind

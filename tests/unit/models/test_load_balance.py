@@ -22,6 +22,7 @@ from tests.support.load_balance import (
 )
 from tests.support.tiers import full
 from titanlite.config.component import ConfigError
+from titanlite.metrics.experts import load_metrics
 from titanlite.metrics.sinks.console import console_line
 from titanlite.models.load_balance import COEFFICIENTS, LoadBalance
 from titanlite.models.moe import MoE
@@ -145,7 +146,7 @@ def test_metrics_of_uneven_loads() -> None:
         )
     loads.expert_ranks = 4
     loads.after_step(torch.tensor(True))
-    assert loads.metrics() == {
+    assert load_metrics(loads) == {
         "moe/max_violation": NUM_EXPERTS / NUM_CHOSEN - 1,
         "moe/max_violation_mean": NUM_EXPERTS / NUM_CHOSEN - 1,
         "moe/dead_experts": 2 * (NUM_EXPERTS - NUM_CHOSEN),

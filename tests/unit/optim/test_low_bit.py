@@ -234,6 +234,7 @@ def ratio_of_running_means(beta2: float, num_steps: int, kind: str) -> float:
     return (ours / exact).sqrt().mean().item()
 
 
+@pytest.mark.full
 def test_why_bfloat16_needs_a_beta2_of_at_most_0_99() -> None:
     assert ratio_of_running_means(0.99, 1000, "bfloat16") == pytest.approx(1, abs=0.03)
     assert ratio_of_running_means(0.999, 3000, "bfloat16") > 1.5
@@ -342,6 +343,7 @@ def test_tensor_parallel_may_not_cut_a_block() -> None:
 WIDE = ["--model.overrides.dim=64", "--model.overrides.hidden_dim=128", "--model.overrides.head_dim=16"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("key", [INT8, full(BFLOAT16)])
 def test_a_run_resumes_to_the_bit(tmp_path: Path, corpus: Path, key: str) -> None:
     keys = (*WIDE, key, "--metrics.detail_freq=2", "--training.clip=tensor")

@@ -70,7 +70,7 @@ def close(actual: tuple[float, list[torch.Tensor]], wanted: tuple[float, list[to
     )
 
 
-@pytest.mark.parametrize("name", sampled(MODES, {"none", "op", "every second", "memory budget"}))
+@pytest.mark.parametrize("name", sampled(MODES, {"none", "every second"}))
 def test_one_graph_serves_all_blocks_and_changes_nothing(name: str) -> None:
     checkpointing, wanted = MODES[name], step(build())
     torch.compiler.reset()
@@ -86,6 +86,7 @@ def test_one_graph_serves_all_blocks_and_changes_nothing(name: str) -> None:
     assert [name for name, _ in net.named_parameters()] == names
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["none", full("full")])
 def test_one_graph_serves_all_attention_objects_of_a_backend(mode: str) -> None:
     """A mask is an input of the graph: a micro-batch with other documents does not recompile it."""
@@ -107,6 +108,7 @@ def test_one_graph_serves_all_attention_objects_of_a_backend(mode: str) -> None:
     assert compilations.since_last()["compile/graphs"] == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("masked", [False, full(True)])
 def test_each_sequence_length_has_one_graph(masked: bool) -> None:
     """With validation at the full length in between. A graph with symbolic sizes would serve several lengths,
@@ -218,6 +220,7 @@ def kept_elements(checkpointing: ActivationCheckpoint, compile: bool = False) ->
     return sum(kept.values())
 
 
+@pytest.mark.full
 def test_what_is_recomputed_is_not_kept() -> None:
     everything = kept_elements(MODES["none"])
     kept = {name: kept_elements(config) / everything for name, config in MODES.items()}
@@ -314,6 +317,7 @@ def test_samples_leave_the_compiler_alone() -> None:
     assert compilations.since_last()["compile/graphs"] == 1
 
 
+@pytest.mark.full
 def test_compilations_after_the_first_report_are_told_with_their_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -24,10 +24,11 @@ from titanlite.attention.sdpa import SDPAttention
 from titanlite.data.batch import Batch
 from titanlite.losses import CrossEntropy
 from titanlite.mesh import ALONE
+from titanlite.metrics.probe import probe_metrics
 from titanlite.models.decoder import Block, RotaryDecoder
 from titanlite.models.layers import apply_rope, rope_tables
 from titanlite.parallel.apply import parallelize
-from titanlite.parallel.probe import BlockStatistics, mlp_units, probe_metrics
+from titanlite.parallel.probe import BlockStatistics, mlp_units
 from titanlite.parallel.settings import ParallelSettings
 from titanlite.torch_compat import compilations
 from titanlite.train import train

@@ -61,6 +61,7 @@ def test_control_the_directory_is_fine(directory: Path) -> None:
     assert generate(directory) == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["a named pipe", "/dev/zero", "a link to itself"])
 @pytest.mark.parametrize(
     "name",

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from titanlite import cli
+from titanlite.contrib import migrate
 from titanlite.corpus import prepare
-from titanlite.tools import export, import_weights, migrate, tokenizer
+from titanlite.tools import export, import_weights, tokenizer
 
 
 def fail(*args: object, **kwargs: object) -> None:

@@ -76,11 +76,12 @@ def test_they_survive_an_import(instruct: Path, tmp_path: Path, corpus: Path) ->
 def test_they_survive_a_run(instruct: Path, tmp_path: Path, corpus: Path) -> None:
     job = make_job(
         tmp_path, corpus, *keys_of(MODEL), f"--tokenizer={{name = 'huggingface', path = '{instruct}'}}",
-        f"--checkpoint.initial_load_path={instruct}", "--checkpoint.export_hf=true", "--training.steps=1",
+        f"--checkpoint.initial_load_path={instruct}", "--training.steps=1",
     )  # fmt: skip
     train(job)
-    assert read(job.folder / "hf/step-1/generation_config.json") == GENERATION
-    assert ids_in(job.folder / "hf/step-1") == IDS
+    assert cli.run(["export", str(job.folder), str(tmp_path / "it")]) == 0
+    assert read(tmp_path / "it/generation_config.json") == GENERATION
+    assert ids_in(tmp_path / "it") == IDS
     assert ends(job.folder) == {257, 65}
 
 
