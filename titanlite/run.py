@@ -248,7 +248,7 @@ class Run:
                 state, self.guard, rt, partial(job.learning_rate, self.stages), self.remaining_tokens
             ),
             ModelMetrics(model, rt),
-            *([ExpertMetrics(loads, sinks)] if loads is not None else []),
+            ExpertMetrics(loads, sinks),
             CompileMetrics(),
             SlowRanks(rt),
             ParameterMetrics(statistics, self.clipper, sinks, rt),
