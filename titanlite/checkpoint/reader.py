@@ -136,7 +136,7 @@ def load_tensors(
     ranks = ranks or Ranks(path, alone=True)
     try:
         saved = ranks.from_rank_zero(lambda: read_metadata(path, manifest))
-        sections = _sections(saved)
+        sections = {name.partition(".")[0] for name in saved.state_dict_metadata}
         tensors = {name: t for name, t in tensors.items() if name in sections or name not in optional}
         if other_optimizer:
             tensors, saved = _without_new_state(tensors, saved, ranks)
@@ -195,14 +195,6 @@ def _read(path: Path, tensors: Tensors, saved: Metadata, ranks: Ranks) -> None:
         raise CheckpointError(f"{path} cannot be loaded: {problem}")
 
 
-def _sections(saved: Metadata) -> set[str]:
-    """The names of the sections of a checkpoint; none if its metadata is damaged, which misfits() reports."""
-    try:
-        return {name.partition(".")[0] for name in saved.state_dict_metadata}
-    except (AttributeError, TypeError):
-        return set()
-
-
 def _without_new_state(tensors: Tensors, saved: Metadata, ranks: Ranks) -> tuple[Tensors, Metadata]:
     """Set the optimizer state that the checkpoint cannot give to zero. Returns the remaining tensors, and the
     checkpoint's metadata without the optimizer state that is not loaded. Collective.
@@ -255,20 +247,15 @@ def misfits(tensors: Tensors, saved: Metadata, ranks: Ranks) -> list[str]:
     unexpected tensors and casts dtypes silently."""
     ours = flattened(tensors)
     names = ranks.union(ours)
-    try:
-        theirs = {k: v for k, v in saved.state_dict_metadata.items() if k.partition(".")[0] in tensors}
-        differences = [f"{name} is missing" for name in ours if name not in theirs]
-        differences += [f"{name} is unexpected" for name in theirs.keys() - set(names)]
-        for name in ours.keys() & theirs.keys():
-            entry, tensor = theirs[name], ours[name]
-            if not isinstance(entry, TensorStorageMetadata):
-                differences.append(f"{name} is not a tensor")
-            elif tuple(entry.size) != tuple(tensor.shape):
-                differences.append(
-                    f"{name} has shape {tuple(entry.size)}, the model's is {tuple(tensor.shape)}"
-                )
-            elif entry.properties.dtype != tensor.dtype:
-                differences.append(f"{name} is {entry.properties.dtype}, the model's is {tensor.dtype}")
-    except (AttributeError, TypeError, KeyError) as e:  # a pickle of DCP's classes that DCP has not written
-        differences = [f".metadata is damaged: {type(e).__name__}: {e}"]
+    theirs = {k: v for k, v in saved.state_dict_metadata.items() if k.partition(".")[0] in tensors}
+    differences = [f"{name} is missing" for name in ours if name not in theirs]
+    differences += [f"{name} is unexpected" for name in theirs.keys() - set(names)]
+    for name in ours.keys() & theirs.keys():
+        entry, tensor = theirs[name], ours[name]
+        if not isinstance(entry, TensorStorageMetadata):
+            differences.append(f"{name} is not a tensor")
+        elif tuple(entry.size) != tuple(tensor.shape):
+            differences.append(f"{name} has shape {tuple(entry.size)}, the model's is {tuple(tensor.shape)}")
+        elif entry.properties.dtype != tensor.dtype:
+            differences.append(f"{name} is {entry.properties.dtype}, the model's is {tensor.dtype}")
     return ranks.union(differences)

@@ -115,7 +115,7 @@ def test_a_file_that_cannot_be_read(
     def failing(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
         def fails(path: Path) -> Any:
             if path == tmp_path / "checkpoint/step-3" / name:
-                raise OSError(code, os.strerror(code), str(path))
+                raise OSError(code, os.strerror(code))
             return read(path)
 
         return fails
