@@ -140,13 +140,12 @@ def test_a_buffer_that_is_state_is_exported(
 # ---- runs and their exports
 
 
-def test_an_export_is_not_taken_for_a_checkpoint(run: Job, tmp_path: Path, corpus: Path, capsys) -> None:
+def test_an_export_is_not_taken_for_a_checkpoint(run: Job, tmp_path: Path, capsys) -> None:
     exported = tmp_path / "hf/step-1"
     assert cli.run(["export", str(run.folder), str(exported)]) == 0
     for place in (exported.parent, exported):
         complaint("export", place, tmp_path / "no")
         assert f"{exported} is not a checkpoint but an export" in capsys.readouterr().err
-    train(make_job(tmp_path, corpus, f"--checkpoint.initial_load_path={exported}", name="again"))
 
 
 def test_a_split_that_cannot_be_exported_is_told(tmp_path: Path, corpus: Path, capsys) -> None:
