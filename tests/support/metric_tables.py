@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,6 +53,7 @@ def documented(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, list[Entr
             yield from documented(node, f"{name}.")
 
 
+@cache
 def all_entries() -> dict[str, list[Entry]]:
     """The entries of the whole package, by qualified name."""
     paths = sorted((ROOT / "titanlite").rglob("*.py"))
