@@ -70,7 +70,7 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
     if mesh.degrees.tp == 1:
         loss_function = loss.build(compile.loss_backend)
         apply_activation_checkpoint(net, settings.activation_checkpoint, settings.attention.kept_ops)
-        apply_compile(net, compile, mesh.shards_experts_apart, compile_options(settings, mesh))
+        apply_compile(net, compile, mesh.has_expert_axes, compile_options(settings, mesh))
     else:
         apply_tensor_parallel(net, mesh.tp, float8)
         vocabulary = vocabulary_shard(net.vocab_size, mesh.tp)
