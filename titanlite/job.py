@@ -202,7 +202,7 @@ class Job:
     def step_memory(self, num_ranks: int, param_dtype: torch.dtype) -> StepMemory:
         """The settings that decide the memory of a step on `num_ranks` ranks."""
         degrees, training = self.parallelism.degrees(num_ranks), self.training
-        batch = BatchLayout.of(training, degrees.data_parallel)
+        batch = BatchLayout.from_training(training, degrees.data_parallel)
         largest = max(self.batch_sizes(batch.global_size).values())
         return StepMemory(
             net=self.build_on_meta(),

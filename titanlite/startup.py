@@ -38,7 +38,7 @@ from titanlite.log import logger
 from titanlite.metrics.meter import Meter, StepCost
 from titanlite.metrics.sinks.base import RunInfo, Sinks
 from titanlite.models.base import Decoder
-from titanlite.parallel.apply import ParallelSettings
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallelism import Parallelism
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, environment

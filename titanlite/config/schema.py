@@ -140,13 +140,15 @@ def _node(hint: Any, docs: bool) -> Node:
 
 
 def _default(field: dataclasses.Field) -> str | None:
-    """Return the default as TOML, or as the name of a choice; None if the default is None."""
+    """Return the default as TOML, or as the name of a choice or of several; None if the default is None."""
     factory = field.default_factory
     value = field.default if factory is dataclasses.MISSING else factory()
     if value is None:
         return None
     if isinstance(value, Component):
         return value.name
+    if isinstance(value, list) and value and isinstance(value[0], Component):
+        return str([component.name for component in value])
     if value in ({}, []):
         return str(value)
     return "" if dataclasses.is_dataclass(value) else tomli_w.dumps({"v": value}).partition("=")[2].strip()

@@ -33,10 +33,10 @@ from titanlite.models.base import Decoder
 from titanlite.options import take_flag, take_numbers
 from titanlite.parallel import dry_run
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
-from titanlite.parallel.apply import ParallelSettings
 from titanlite.parallel.expert_loads import check_routers
 from titanlite.parallel.float8 import split_layers
 from titanlite.parallel.pipeline_parallel import check_auxiliary_losses
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.runtime.environment import set_library_defaults
 from titanlite.runtime.process import pick_device
 from titanlite.runtime.training import BatchLayout, choose_param_dtype
