@@ -1,9 +1,9 @@
 """torch.compile, block by block and in place: parameter names stay, one graph serves all blocks, and a graph
-break is an error. Blocks whose experts have axes of their own (Mesh.shards_experts_apart) are compiled in
-pieces, because the exchange of tokens and FSDP's hooks between the pieces cannot be compiled. Compilations
-after the first step are counted and logged with their reasons.
+break is an error. Blocks whose experts are sharded over separate mesh axes (Mesh.shards_experts_apart) are
+compiled in pieces, because the exchange of tokens and FSDP's hooks between the pieces cannot be compiled.
+Compilations after the first step are counted and logged with their reasons.
 
-Each sequence length has a graph of its own. By default, torch would make a second graph with symbolic sizes
+Each sequence length has a separate graph. By default, torch would make a second graph with symbolic sizes
 for all lengths but the first. Its kernels may be slower, and a run that resumes with such a length would not
 have it, so that results might differ in their last bits."""
 
