@@ -35,7 +35,7 @@ LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
 LEVEL = {unit: level for level, layer in enumerate(LAYERS) for unit in layer}
 # `launch` runs the trainer in its own process when there is one rank, and its ranks' commands in copies.
 # Plans and scaling laws are printed and drawn as reports are.
-SIBLINGS = {("tools", "train"), ("tools", "cli"), ("lab", "report"), ("startup", "lab")}
+SIBLINGS = {("tools", "train"), ("tools", "cli"), ("lab", "report")}
 
 
 @cache

@@ -578,7 +578,7 @@ def load_varlen_attention() -> Callable[..., torch.Tensor] | None:
 
 
 def use_flash_attention_4(on: bool) -> None:
-    """Let the flash kernels of scaled_dot_product_attention and of varlen attention come from the package
+    """Let scaled_dot_product_attention and varlen attention use the flash kernels of the package
     flash-attn-4, in this whole process, or torch's own again. Raises ImportError or RuntimeError if the
     installed package does not fit this torch."""
     if on == (torch.nn.attention.current_flash_attention_impl() == "FA4"):

@@ -100,7 +100,7 @@ def _debug(folder: Path, overrides: list[str]) -> Job:
         f"--training.steps={STEPS}",
         f"--lr_scheduler.total_steps={load_job(config, world_size=1).training.steps}",
         "--metrics.log_freq=1",
-        "--metrics.enable_tensorboard=false",
+        "--metrics.sinks=[]",
         "--generation.prompts=[]",
     ]
     return load_job(config, [*mine, *overrides], world_size=1)

@@ -58,6 +58,7 @@ class HeadTail(SDPA, name="head_tail"):
     """cuDNN's kernel, called chunk by chunk, for context parallel without document masks. For long sequences
     it is faster than a kernel with a mask."""
 
+    linear_memory: ClassVar[bool] = True
     kept_ops: ClassVar[tuple[str, ...]] = ("titanlite.head_tail_attention",)
     KERNELS: ClassVar[tuple[str, ...]] = ("auto", "cudnn")
 

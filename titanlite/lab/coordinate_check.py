@@ -35,7 +35,7 @@ LAST_LR = 0.25  # share of the peak learning rate in the last step, to which the
 
 
 @dataclass(frozen=True)
-class Trial:
+class SmallRun:
     """What all widths of a check have in common. `batches`: one per step; outputs are measured on the
     first."""
 
@@ -85,7 +85,7 @@ def random_batches(num: int, shape: tuple[int, int], vocab_size: int, seed: int)
 
 
 def measure(
-    model: ModelFamily, optimizer: Optimizer, trial: Trial, step_done: Callable[[], None] = lambda: None
+    model: ModelFamily, optimizer: Optimizer, trial: SmallRun, step_done: Callable[[], None] = lambda: None
 ) -> dict[str, Size]:
     """Train a new model for one step per batch, and measure the outputs of embedding, blocks and head. Raises
     Diverged if a loss is not finite."""

@@ -128,7 +128,7 @@ def check_inputs(job: Job, ranks: int) -> tuple[Job, int, list[str]]:
     startup.check_run_folder(job, tokenizer)
     startup.check_interop(job, tokenizer)
     job.validation.open_tasks(tokenizer, job.training.seq_len)
-    batch = BatchLayout.of(job.training, job.parallelism.degrees(ranks).data_parallel)
+    batch = BatchLayout.from_training(job.training, job.parallelism.degrees(ranks).data_parallel)
     sequences = job.data.check(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
     identity = None
     if sequences is None:

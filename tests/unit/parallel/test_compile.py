@@ -108,7 +108,6 @@ def test_one_graph_serves_all_attention_objects_of_a_backend(mode: str) -> None:
     assert compilations.since_last()["compile/graphs"] == 1
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("masked", [False, full(True)])
 def test_each_sequence_length_has_one_graph(masked: bool) -> None:
     """With validation at the full length in between. A graph with symbolic sizes would serve several lengths,
