@@ -41,7 +41,7 @@ class ActivationCheckpoint:
     product of its experts, and recompute all other activations. A number n: recompute every n-th block.
     `attention`, `mlp` or `norms`, or several joined by +: recompute these modules of each block."""
     memory_budget: float = 0.5
-    """Fraction of the activations to keep, of those that the compiler keeps by default. 0: keep only the
+    """Fraction to keep of the activations that the compiler keeps by default. 0: keep only the
     inputs of each block."""
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class ActivationCheckpoint:
 
     def check(self, compile: Compile, tensor_parallel: bool, has_expert_axes: bool = False) -> None:
         """Raises ConfigError for a mode that does not work with the section [compile], with tensor parallel
-        or with experts on axes of their own."""
+        or with experts on separate mesh axes."""
         if self.mode == "memory_budget" and not compile.enable:
             raise ConfigError(
                 "memory_budget needs the compiler: set compile.enable, or choose another mode",

@@ -3,7 +3,7 @@ break is an error. Blocks whose experts have separate axes (Mesh.has_expert_axes
 pieces, because the exchange of tokens and FSDP's hooks between the pieces cannot be compiled. Compilations
 after the first step are counted and logged with their reasons.
 
-Each sequence length has a graph of its own. By default, torch would make a second graph with symbolic sizes
+Each sequence length has a separate graph. By default, torch would make a second graph with symbolic sizes
 for all lengths but the first. Its kernels may be slower, and a run that resumes with such a length would not
 have it, so that results might differ in their last bits."""
 

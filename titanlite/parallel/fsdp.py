@@ -39,7 +39,7 @@ def frees_by_default(
     """Whether FSDP frees gathered parameters after the forward if fsdp_reshard_after_forward is "default".
     Where memory decides, reshard.py has replaced the value before.
 
-    With one shard there is nothing to free; experts with axes of their own may have more shards than the
+    With one shard there is nothing to free; experts with separate mesh axes may have more shards than the
     other parameters. Pipeline parallel would gather again for each micro-batch."""
     num_shards = degrees.dp_shard * degrees.cp
     if has_experts and parallelism.has_expert_axes:
@@ -56,7 +56,7 @@ def apply_fsdp(
     cpu_offload: bool,
 ) -> None:
     """Shard each block, the embedding and the head, in place. Tied embeddings are sharded with the root
-    module. Experts that have axes of their own are sharded before their block, which leaves them alone."""
+    module. Experts with separate mesh axes are sharded before their block, which leaves them alone."""
     # cast_forward_inputs would also cast the rotary tables, which must stay fp32.
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
