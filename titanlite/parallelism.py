@@ -103,9 +103,9 @@ class Parallelism:
     """Whether FSDP frees gathered parameters after the forward and gathers them again for the backward.
     `always`: yes, except for the last block and the head, with which the backward begins. `never`: no.
     `default`: yes with training.enable_cpu_offload. Otherwise no if there is only one shard, if pipeline
-    parallel would gather them for each micro-batch, or if `titanlite plan` says of the run with `never` that
-    it fits the GPU; in all other cases yes, also on a CPU. Where the plan's memory is unmeasured: no if they
-    take at most 5% of the GPU's memory. The start log has the decision."""
+    parallel would gather them for each micro-batch, or if the run is estimated to fit the GPU with them; in
+    all other cases yes, also on a CPU. Where the memory cannot be estimated: no if they take at most 5% of
+    the GPU's memory. The start log has the decision."""
     fsdp_reduce: Literal["step", "micro_batch"] = "step"
     """When gradients are summed over ranks. `step`: once per step, which is faster, but every rank keeps
     gradients of the whole model while micro-batches accumulate. `micro_batch`: after each micro-batch; every
@@ -174,7 +174,7 @@ class Parallelism:
 
     @property
     def shards_experts_apart(self) -> bool:
-        """Whether experts have axes of their own: with expert parallel, and with tensor parallel, which does
+        """Whether experts have separate axes: with expert parallel, and with tensor parallel, which does
         not shard experts, so that FSDP shards them over the tensor-parallel ranks, too."""
         return self.expert_parallel_degree > 1 or self.tensor_parallel_degree > 1
 
@@ -185,7 +185,7 @@ class Parallelism:
         return degree > 1 and (backend == "gather" or (backend == "default" and degree <= num_chosen))
 
     def describe(self, degrees: Degrees, num_experts: int) -> str:
-        """The layout in words, such as `dp_shard 4`. With experts on axes of their own also these, such as
+        """The layout in words, such as `dp_shard 4`; with experts on separate axes
         `dp_shard 4, experts: expert_fsdp 2 x expert 2`."""
         if not num_experts or not self.shards_experts_apart:
             return str(degrees)

@@ -25,7 +25,7 @@ from titanlite.files import make_folder, write_atomically
 from titanlite.job import Job, load_job
 from titanlite.lab.calibration import Measurement, part_times, split_as_planned
 from titanlite.lab.cards import GIB, PCIE, Card, Cluster, known_card
-from titanlite.lab.coordinate_check import Trial, random_batches
+from titanlite.lab.coordinate_check import SmallRun, random_batches
 from titanlite.lab.layouts import DOES_NOT_FIT, FITS, Layout, assess
 from titanlite.lab.link import block_collectives
 from titanlite.lab.plan import decisive_keys, planned_run
@@ -211,7 +211,7 @@ def _timed(job: Job, rt: Runtime, num_blocks: int) -> tuple[float, float]:
     batches = random_batches(2, shape, net.vocab_size, training.seed)
     if job.data.mask_documents:
         batches = [_one_document(batch) for batch in batches]
-    trial = Trial(job.loss, training, batches, training.seed, rt.device)
+    trial = SmallRun(job.loss, training, batches, training.seed, rt.device)
     settings = startup.parallel_settings(cut, rt, attention)
     gc.collect()  # the model before may be in a cycle, and hold the device's memory
     try:

@@ -37,7 +37,7 @@ def frees_by_default(
     parallelism: Parallelism, degrees: Degrees, has_experts: bool, cpu_offload: bool
 ) -> bool:
     """Whether FSDP frees gathered parameters after the forward if fsdp_reshard_after_forward is "default".
-    Decisions that depend on memory have replaced the value before: lab/reshard.py.
+    Where memory decides, reshard.py has replaced the value before.
 
     With one shard there is nothing to free; experts with axes of their own may have more shards than the
     other parameters. Pipeline parallel would gather again for each micro-batch."""
