@@ -161,7 +161,7 @@ class MegatronFile:
         self.check_index()
         if self.read_content() != recorded:
             raise ConfigError(
-                f"{self.bin} and {self.idx.name}: the content has changed since their first use, "
+                f"{self.bin} and {self.idx.name}: the content differs from the content of their first use, "
                 "although their times of change are the same. Restore the files, or delete "
                 f"{self.record(cache_dir)} to use them as they are"
             )
