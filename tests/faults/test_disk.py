@@ -168,6 +168,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
     return job
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["async", pytest.param("disabled", marks=pytest.mark.full)])
 def test_a_run_on_a_disk_that_was_full_for_a_while(
     disk: Disk, whole: Job, corpus: Path, monkeypatch: pytest.MonkeyPatch, mode: str
@@ -224,6 +225,7 @@ def test_a_full_disk_leaves_out_metrics_and_says_so(
     assert sum("No space left on device" in line for line in log) == 3, log
 
 
+@pytest.mark.full
 def test_a_run_on_a_full_disk_ends_and_goes_on_later(
     disk: Disk, whole: Job, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,6 +382,7 @@ def save_on_rank(folder: Path, broken: int) -> list[str]:
     return seen
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("broken", [0, 1])
 def test_an_error_of_one_rank_is_that_of_all(
     tmp_path: Path, run_on: Callable[..., list[Any]], broken: int

@@ -183,6 +183,8 @@ def test_markdown_escapes_bars_and_keeps_a_row_on_a_line():
     assert "| `doors` | list[int] | `[ 1, 2, ]` | Their numbers. |" in lines
     assert "| `radius` | float | required | Radius in m. |" in lines
     assert '| `fuel` | "coal" \\| "wood" | `"coal"` | What is burnt in it. |' in lines
+    assert lines.count("| `power` | int | `5` | Power in kW. |") == 1
+    assert 'As with name = "diesel": `power`.' in lines
 
 
 def test_every_row_of_a_markdown_table_has_four_cells():
@@ -203,7 +205,7 @@ def test_every_key_of_the_trainer_is_documented():
 
 
 # Lists of tables, which have sections of their own.
-TABLES = {"sources", "validation_sources", "batch_ramp", "param_groups", "tasks", "sinks"}
+TABLES = {"sources", "validation_sources", "batch_ramp", "param_groups", "tasks", "sinks", "extra"}
 
 
 def test_the_help_of_the_trainer_names_every_key_of_a_resolved_job():
@@ -257,4 +259,6 @@ def test_a_choice_that_other_keys_refuse_is_listed_under_its_own_key() -> None:
     page = reference.markdown(schema)
     assert '## `[[front]]` name = "live"' in page
     assert '## `[front.food]` name = "steam"' in page
+    lines = page.splitlines()
+    assert lines[lines.index('## `[[rear]]` name = "coal"') + 2] == 'The same as `[[front]]` name = "coal".'
     assert "| `food` | table | required | What drives the feeder. |" in page

@@ -103,6 +103,7 @@ def test_the_noise_scale_follows_from_its_signal_and_noise(job: Job) -> None:
     assert any("train/noise_scale_sequences" in line for line in others)
 
 
+@pytest.mark.full
 def test_a_resume_writes_each_step_once(tmp_path: Path, corpus: Path, job: Job) -> None:
     for steps in (5, 6):
         keys = ("--checkpoint.interval=3", f"--training.steps={steps}")

@@ -107,6 +107,7 @@ def run_to(folder: Path, corpus: Path, steps: int, *overrides: str) -> Job:
     return job
 
 
+@pytest.mark.full
 def test_a_sink_is_told_of_its_run_and_of_what_happens(
     tmp_path: Path, corpus: Path, opened: list[Kept]
 ) -> None:
@@ -140,6 +141,7 @@ def test_a_run_that_begins_again_has_a_new_id(tmp_path: Path, corpus: Path, open
     assert len(set(ids)) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damage", ["", "x", "\xff", "link", "folder"])
 def test_an_id_that_cannot_be_read_is_made_again(
     tmp_path: Path, corpus: Path, opened: list[Kept], damage: str

@@ -87,6 +87,7 @@ def test_rank_0_speaks_for_all() -> None:
     assert warnings([FAST, SLOW, SLOW], rank=1) == []
 
 
+@pytest.mark.full
 def test_noise_is_no_alarm() -> None:
     """1000 runs of 20 reports: a step's mean over ten steps varies by 5% here."""
     random.seed(0)

@@ -1,4 +1,4 @@
-"""Reads the datasets of Megatron-LM's `preprocess_data.py` in place.
+"""The source `megatron`: reads the datasets of Megatron-LM's `preprocess_data.py` in place.
 
 `PREFIX.bin` holds token ids without a header. `PREFIX.idx` is little-endian: `MMIDIDX` and two zero bytes,
 version 1 (uint64), a code of the ids' type (uint8), the number of sequences and the length of the list of
@@ -12,27 +12,27 @@ files' paths, sizes and times of change."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json, expect, load_object
-from titanlite.config.paths import check_writable
+from titanlite.config.paths import PathText, check_writable
 from titanlite.data.sharded_tokens import ShardedTokens
+from titanlite.data.sources import Source
 from titanlite.data.worker_pool import num_cores, worker_pool
-from titanlite.files import check_regular, hash_file, make_folder, new_folder, open_regular
+from titanlite.files import check_regular, hash_file, new_folder, open_regular
+from titanlite.log import logger
 from titanlite.progress import Progress
+from titanlite.tokenizers.base import Tokenizer
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 HEADER = struct.Struct("<9sQBQQ")
@@ -47,29 +47,6 @@ class Content:
 
     sha256: str
     largest_id: int
-
-
-class Readings(NamedTuple):
-    """What the file of a lock says of the readings under the lock, which are numbered from 1: the last that
-    began, and the last that ended."""
-
-    began: int = 0
-    ended: int = 0
-
-    @classmethod
-    def of(cls, lock: Path) -> Readings:
-        """Zeros if the file is missing or says anything else."""
-        try:
-            began, ended = map(int, lock.read_text().split())
-        except (OSError, ValueError):
-            return cls()
-        return cls(began, ended)
-
-    def note(self, lock: Path) -> None:
-        """Write what `of` reads, in one piece over what is there, because `of` does not wait for the lock.
-        Not written in a folder that is read-only: then each process reads."""
-        with suppress(OSError), open(lock, "r+") as file:
-            file.write(f"{self.began:12} {self.ended:12}")
 
 
 class MegatronFile:
@@ -163,11 +140,9 @@ class MegatronFile:
         if not folder.exists():
             check_writable(cache_dir, "data.cache_dir")
             self.check_index()
-            with _one_at_a_time(_lock_of(folder)):
-                if not folder.exists():
-                    content, self._is_new = self.read_content(), True
-                    with new_folder(folder) as unfinished:
-                        (unfinished / "content.json").write_bytes(as_json(asdict(content)))
+            content, self._is_new = self.read_content(), True
+            with new_folder(folder) as unfinished:
+                (unfinished / "content.json").write_bytes(as_json(asdict(content)))
         try:
             tree = load_object(folder / "content.json")
             expect(tree, sha256=str, largest_id=int)
@@ -176,28 +151,19 @@ class MegatronFile:
         return Content(tree["sha256"], tree["largest_id"])
 
     def verify(self, cache_dir: Path) -> Content:
-        """Compare the files with what was recorded, or record it. Returns the content. Raises ConfigError.
-
-        Processes that call this at the same time, such as the ranks of a machine, read one after another, and
-        accept the result of a reading that began after they had called."""
-        lock = _lock_of(self.record(cache_dir))
-        asked, recorded = Readings.of(lock), self.content(cache_dir)
+        """Compare the files with the content that was recorded, or record it. Returns the content. Raises
+        ConfigError."""
+        recorded = self.content(cache_dir)
         if self._is_new:  # `content` has just read it
             self._is_new = False
             return recorded
-        with _one_at_a_time(lock):
-            readings = Readings.of(lock)
-            if readings.ended <= asked.began:
-                number = readings.began + 1
-                Readings(number, readings.ended).note(lock)
-                self.check_index()
-                if self.read_content() != recorded:
-                    raise ConfigError(
-                        f"{self.bin} and {self.idx.name}: the content differs from that of their first use, "
-                        "although their times of change are the same. Restore the files, or delete "
-                        f"{self.record(cache_dir)} to use them as they are"
-                    )
-                Readings(number, number).note(lock)
+        self.check_index()
+        if self.read_content() != recorded:
+            raise ConfigError(
+                f"{self.bin} and {self.idx.name}: the content differs from that of their first use, "
+                "although their times of change are the same. Restore the files, or delete "
+                f"{self.record(cache_dir)} to use them as they are"
+            )
         return recorded
 
     def read_content(self) -> Content:
@@ -243,21 +209,6 @@ class MegatronFile:
         state = [(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats]
         key = hashlib.sha256(repr((str(self.bin.resolve()), state)).encode()).hexdigest()[:16]
         return cache_dir / f"megatron-{key}"
-
-
-def _lock_of(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.lock")
-
-
-@contextmanager
-def _one_at_a_time(lock: Path) -> Iterator[None]:
-    """Wait until no other process holds the lock, whose file is kept. Machines that share the file system
-    share the lock if it has locks. Without locks, and in a folder that is read-only, nobody waits."""
-    with ExitStack() as stack:
-        with suppress(OSError):
-            make_folder(lock.parent)
-            fcntl.flock(stack.enter_context(open(lock, "a")), fcntl.LOCK_EX)
-        yield
 
 
 def _read_block(file: Path, dtype: np.dtype, num_bytes: int, start: int) -> tuple[bytes, int]:
@@ -347,3 +298,36 @@ class MegatronTokens(ShardedTokens):
 
     def _advice(self) -> str:
         return "another tokenizer made the file, or it was damaged after the run began"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Megatron(Source, name="megatron"):
+    """Files of Megatron-LM's `preprocess_data.py`, read in place: `PREFIX.bin` and `PREFIX.idx`. Tokens are
+    read as they are, so the files decide which special tokens frame a document."""
+
+    path: list[PathText]
+    """Prefixes: paths without `.bin` and `.idx`. Several prefixes are one source, in this order."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.path:
+            raise ConfigError("no prefix: give the path of a .bin file without .bin", "path")
+        files = [os.path.realpath(f"{prefix}.bin") for prefix in self.path]
+        if twice := [prefix for i, prefix in enumerate(self.path) if files[i] in files[:i]]:
+            raise ConfigError(
+                f"{twice[0]} is named twice; to read it more often, make it a source with a weight", "path"
+            )
+
+    def check(self, tokenizer: Tokenizer) -> bool:
+        MegatronTokens(self.path, tokenizer.vocab_size, Path())
+        return False  # `build` hashes the files
+
+    def build(self, tokenizer: Tokenizer, cache_dir: Path) -> MegatronTokens:
+        tokens = MegatronTokens(self.path, tokenizer.vocab_size, cache_dir)
+        tokens.check_vocabulary()
+        if tokens.read(tokens.num_tokens - 1, 1).item() != tokenizer.eos:
+            logger.warning(
+                f"{tokens.path}: the last document does not end with the tokenizer's EOS, {tokenizer.eos}; "
+                "a model does not learn to end a text from files without EOS (Megatron's --append-eod)"
+            )
+        return tokens

@@ -11,9 +11,6 @@ import random
 import re
 import shutil
 import struct
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -30,14 +27,13 @@ from tests.support.logs import listening
 from tests.support.megatron_files import write_megatron
 from tests.support.runs import run_in_hops, train_on_rank
 from titanlite.config.component import ConfigError
-from titanlite.data import megatron
+from titanlite.corpus import megatron
+from titanlite.corpus import show_data as data_tool
+from titanlite.corpus.megatron import Megatron, MegatronTokens
 from titanlite.data.dataset import Data
 from titanlite.data.loader import MicroBatches, SequenceLoader
-from titanlite.data.megatron import MegatronTokens
 from titanlite.data.packing import PACKINGS
-from titanlite.data.sources import Megatron
 from titanlite.data.step_sizes import StepSizes
-from titanlite.tools import data as data_tool
 
 DOCUMENTS = [[[1, 2], [3]], [[4]], [[5, 6, 7], [8, 9], [10, 11, 12]], [[13, 14], []], [[15]]]
 
@@ -93,6 +89,7 @@ def test_files_without_eos_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptu
     assert ("does not end with the tokenizer's EOS, 1;" in caplog.text) == (last != 1)
 
 
+@pytest.mark.full
 @settings(max_examples=100, deadline=None)
 @given(
     prefixes=st.lists(
@@ -265,58 +262,6 @@ def test_verify_finds_what_times_and_sizes_hide(tmp_path: Path, monkeypatch: pyt
         data.build(FakeTokenizer(), seq_len=4, seed=0)
 
 
-@pytest.mark.parametrize("verifies", [False, True])
-def test_processes_that_start_at_once_do_not_all_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verifies: bool
-) -> None:
-    """Three threads, each with a lock file of its own, like the ranks of a machine. One reads a new file, and
-    the others wait. Of those that verify, the first reads; of the two that came meanwhile, one reads for
-    both."""
-    cache, prefix = tmp_path / "cache", write_megatron(tmp_path / "a", DOCUMENTS)
-    expected = megatron.MegatronFile(prefix).content(cache if verifies else tmp_path / "other")
-    read, lock = megatron.MegatronFile.read_content, megatron._one_at_a_time
-    arrived, reads, results = threading.Semaphore(0), list[int](), list[megatron.Content]()
-
-    def open_file() -> None:
-        file = megatron.MegatronFile(prefix)
-        results.append(file.verify(cache) if verifies else file.content(cache))
-
-    def counted(file: megatron.MegatronFile) -> megatron.Content:
-        reads.append(1)
-        if len(reads) == 1:  # the other two come now
-            for thread in threads[1:]:
-                thread.start()
-            for _ in threads:
-                assert arrived.acquire(timeout=60)
-        return read(file)
-
-    def noted(folder: Path) -> Any:
-        arrived.release()
-        return lock(folder)
-
-    threads = [threading.Thread(target=open_file) for _ in range(3)]
-    monkeypatch.setattr(megatron.MegatronFile, "read_content", counted)
-    monkeypatch.setattr(megatron, "_one_at_a_time", noted)
-    threads[0].start()
-    while not all(thread.ident for thread in threads):
-        threads[0].join(timeout=1)
-    for thread in threads:
-        thread.join(timeout=60)
-    assert results == [expected] * 3
-    assert len(reads) == (2 if verifies else 1)
-
-
-@pytest.mark.full
-def test_three_processes_open_a_new_file(tmp_path: Path) -> None:
-    prefix = write_megatron(tmp_path / "a", made_up(200))
-    code = "import sys; from pathlib import Path; from titanlite.data.megatron import MegatronFile\n"
-    code += "print(MegatronFile(sys.argv[1]).content(Path(sys.argv[2])).sha256)"
-    command = [sys.executable, "-c", code, prefix, str(tmp_path / "cache")]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    expected = megatron.MegatronFile(prefix).content(tmp_path / "other").sha256
-    assert [process.communicate(timeout=120)[0].strip() for process in running] == [expected] * 3
-
-
 def test_a_new_file_is_read_once_also_if_it_is_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,57 +292,6 @@ def test_data_verify_makes_no_cache_in_the_folder_where_it_is_called(
     assert "recorded in outputs/cache/megatron-" in capsys.readouterr().out
     assert data_tool.main(["verify", prefix]) == 0
     assert "the content is that recorded in outputs/cache" in capsys.readouterr().out
-
-
-def test_a_cache_that_cannot_be_written_is_compared_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefix, cache = write_megatron(tmp_path / "a", DOCUMENTS), tmp_path / "cache"
-    monkeypatch.setattr(megatron.MegatronFile, "record", lambda file, cache_dir: cache_dir / "record")
-    content = megatron.MegatronFile(prefix).content(cache)
-    (cache / "record.lock").unlink()
-    (cache / "record.lock").mkdir()  # cannot be opened, nor written: also by root
-    file = megatron.MegatronFile(prefix)
-    assert file.content(cache) == file.verify(cache) == content
-    write_megatron(tmp_path / "a", [*DOCUMENTS[:-1], [[16]]])
-    with pytest.raises(ConfigError, match=r"a\.bin.*differs"):
-        megatron.MegatronFile(prefix).verify(cache)
-
-
-@pytest.mark.parametrize(
-    ("noted", "meanwhile", "reads", "then"),
-    [
-        ("", "", 1, "1 1"),
-        ("9999999999.5", "", 1, "1 1"),  # a time, by an earlier version, on a machine whose clock is ahead
-        ("3 3", "", 1, "4 4"),
-        ("4 3", "", 1, "5 5"),  # the process that began the fourth was killed
-        ("4 3", "4 4", 1, "5 5"),  # a reading that began before
-        ("4 3", "5 5", 0, "5 5"),
-        ("3 3", "4 4", 0, "4 4"),
-    ],
-)
-def test_verify_accepts_readings_that_began_after_it(
-    noted: str, meanwhile: str, reads: int, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By numbers, because the clocks of machines differ. `meanwhile`: what the lock's file says when it is
-    this process's turn."""
-    prefix, cache, num = write_megatron(tmp_path / "a", DOCUMENTS), tmp_path / "cache", []
-    content = megatron.MegatronFile(prefix).content(cache)
-    (lock,) = cache.glob("*.lock")
-    lock.write_text(noted)
-
-    def recorded(file: megatron.MegatronFile, cache_dir: Path) -> megatron.Content:
-        lock.write_text(meanwhile or noted)
-        return content
-
-    def counted(file: megatron.MegatronFile) -> megatron.Content:
-        num.append(1)
-        return content
-
-    monkeypatch.setattr(megatron.MegatronFile, "content", recorded)
-    monkeypatch.setattr(megatron.MegatronFile, "read_content", counted)
-    assert megatron.MegatronFile(prefix).verify(cache) == content
-    assert (len(num), " ".join(lock.read_text().split())) == (reads, then)
 
 
 def test_data_verify_compares_with_the_record_of_a_run(

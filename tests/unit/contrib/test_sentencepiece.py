@@ -32,13 +32,13 @@ from tests.support.jobs import ROOT, make_job, metrics_of
 from tests.support.multilingual import SENTENCES
 from titanlite import cli
 from titanlite.config.component import ConfigError
+from titanlite.contrib.sentencepiece import SentencePiece
+from titanlite.contrib.sentencepiece_model import as_tokenizer_json, read_model
 from titanlite.generate import text_after
 from titanlite.tokenizers.base import Tokenizer
 from titanlite.tokenizers.huggingface import HuggingFace
 from titanlite.tokenizers.pieces import SPACE_MARK
 from titanlite.tokenizers.same_ids import verified_files
-from titanlite.tokenizers.sentencepiece import SentencePiece
-from titanlite.tokenizers.sentencepiece_model import as_tokenizer_json, read_model
 from titanlite.tokenizers.tiktoken import Tiktoken
 from titanlite.train import train as train_job
 
@@ -149,6 +149,7 @@ def test_a_known_difference_to_sentencepiece(trained: dict[str, Path], kind: str
     assert ours.encode("e\u0301") == theirs.encode("e\u0301") == theirs.encode("\u00e9")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_export_has_the_same_ids_in_transformers(
     trained: dict[str, Path], kind: str, tmp_path: Path
@@ -249,6 +250,7 @@ def published(request: pytest.FixtureRequest, trained: dict[str, Path], tmp_path
     return built(tmp_path / request.param, request.param, (trained[kind] / "tokenizer.model").read_bytes())
 
 
+@pytest.mark.full
 def test_ids_of_a_tokenizer_json_are_those_of_transformers(published: Path, tmp_path: Path) -> None:
     ours = HuggingFace(path=str(published), special_tokens_in_text=True).build()
     file = str(published / "tokenizer.json")

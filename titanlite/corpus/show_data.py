@@ -42,20 +42,20 @@ from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.overrides import split_words
 from titanlite.config.paths import PathText
+from titanlite.corpus import plan_data
+from titanlite.corpus.megatron import Content, MegatronFile, MegatronTokens
 from titanlite.data.dataset import SequenceDataset, numbered
-from titanlite.data.megatron import Content, MegatronFile, MegatronTokens
 from titanlite.data.packing import PACKINGS, PackedSequences
 from titanlite.data.sharded_tokens import ShardedTokens
 from titanlite.data.shards import TokenShards
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.sources import short_names
 from titanlite.job import Job, build_tokenizer, load_job
-from titanlite.log import for_terminal, tell
+from titanlite.log import tell
 from titanlite.options import take_flag, take_numbers
 from titanlite.stages import Stages, check_stages, label
 from titanlite.tokenizers.base import Tokenizer, TokenizerConfig
 from titanlite.tokenizers.tiktoken import Tiktoken
-from titanlite.tools import data_plan
 from titanlite.tools.verbs import shown_config
 
 CACHE_DIR = "outputs/cache"  # the default of data.cache_dir
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     if action == "show":
         return _show(rest)
     if action == "plan":
-        return data_plan.main(rest)
+        return plan_data.main(rest)
     raise ConfigError(f"unknown action {action!r}{suggest(action, ['plan', 'show', 'verify'])}")
 
 
@@ -250,7 +250,7 @@ def _print_sequence(packed: PackedSequences, number: int, tokenizer: Tokenizer, 
             num = num_left if in_last else min(num_left, length - place % length)
             document, offset = packed.shards.locate(start)
             print(f"---- document {document:,}, tokens {offset:,} to {offset + num - 1:,}")
-            print(for_terminal(_text(packed.shards, start, num, offset == 0, tokenizer)))
+            print(_text(packed.shards, start, num, offset == 0, tokenizer))
             start, num_left, place = start + num, num_left - num, place + num
     if padding := packed.seq_len + 1 - int(lengths.sum()):
         print(f"---- {padding:,} tokens of padding")

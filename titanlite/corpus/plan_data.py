@@ -22,7 +22,7 @@ from titanlite.data.reads import SourceReads
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.sources import short_names
 from titanlite.job import Job, load_job
-from titanlite.log import for_terminal, tell
+from titanlite.log import tell
 from titanlite.options import take_flag, take_numbers
 from titanlite.stages import Stages
 from titanlite.table import table
@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
         plan, refusal = _plan(job, path, own.get("ranks"))
     except ConfigError as e:
         raise toml.read(config, overrides)[1].located(e) from None
-    print(json.dumps(asdict(plan), indent=1) if as_json else for_terminal(_text(plan)))
+    print(json.dumps(asdict(plan), indent=1) if as_json else _text(plan))
     if refusal is not None:
         raise toml.read(config, overrides)[1].located(refusal)
     return 0
