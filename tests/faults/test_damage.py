@@ -286,7 +286,6 @@ def good(two: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str]
     return ranks.run(2, outcome_on_rank, run, {})[0]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [
