@@ -42,15 +42,20 @@ def test_the_page_on_extending_lists_the_types_of_fields() -> None:
     assert f"Supported field types: {FIELD_TYPES}." in " ".join(words)
 
 
-def test_the_table_of_test_times_is_written_from_the_measurement() -> None:
-    page, result = suite_times.TABLE.read_text(encoding="utf-8"), {"wall_s": 3725.4, "passed": 1234}
+def test_the_table_of_test_times_is_written_from_the_measurements_of_one_day() -> None:
+    page = suite_times.TABLE.read_text(encoding="utf-8")
+    result = {"wall_s": 3725.4, "passed": 1234, "environment": {"time": "2026-11-27T09:00:00+00:00"}}
+    other = result | {"environment": {"time": "2026-11-28T09:00:00+00:00"}}
     commands = [row[2] for row in suite_times.ROW.finditer(page)]
     assert len(commands) == page.count("| `pytest")
     paths = [word for command in commands for word in command.split() if "/" in word and word[0] != "-"]
     assert all((ROOT / path).exists() for path in paths)
-    written = suite_times.with_times(page, dict.fromkeys(commands, result))
+    results = dict.fromkeys(commands, result)
+    written = suite_times.with_times(page, results)
     assert written.count("` | 62 min 5 s |\n") == len(commands)
-    assert suite_times.with_times(page, {}) == page
+    assert "on two idle cores on 2026-11-27" in written
+    mixed = suite_times.with_times(page, results | {suite_times.DEFAULT_TIER: other})
+    assert mixed.count("` | unmeasured |\n") == len(commands) - 1
     readme = suite_times.README.read_text(encoding="utf-8")
     sentence = "runs the 1,200 tests of the default tier in 62 min 5 s on two cores"
     assert suite_times.with_count(readme, {suite_times.DEFAULT_TIER: result}).count(sentence) == 1

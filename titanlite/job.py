@@ -30,8 +30,7 @@ import titanlite.optim.muon
 import titanlite.optim.piecewise
 import titanlite.optim.power
 import titanlite.tokenizers.bytes
-import titanlite.tokenizers.huggingface
-import titanlite.tokenizers.sentencepiece  # noqa: F401
+import titanlite.tokenizers.huggingface  # noqa: F401
 from titanlite.attention.auto import Auto
 from titanlite.attention.base import AttentionBackend
 from titanlite.checkpoint.commit import MANIFEST
@@ -145,7 +144,7 @@ class Job:
         module of one of its sections. Raises ConfigError."""
         training, parallelism = self.training, self.parallelism
         degrees = parallelism.degrees(world_size)
-        batch = BatchLayout.of(training, degrees.data_parallel)
+        batch = BatchLayout.from_training(training, degrees.data_parallel)
         self.model.check_tensor_parallel(degrees.tp)
         self.model.check_pipeline_parallel(degrees.pp)
         check_expert_parallel(parallelism, degrees, self.model)
@@ -203,7 +202,7 @@ class Job:
     def step_memory(self, num_ranks: int, param_dtype: torch.dtype) -> StepMemory:
         """The settings that decide the memory of a step on `num_ranks` ranks."""
         degrees, training = self.parallelism.degrees(num_ranks), self.training
-        batch = BatchLayout.of(training, degrees.data_parallel)
+        batch = BatchLayout.from_training(training, degrees.data_parallel)
         largest = max(self.batch_sizes(batch.global_size).values())
         return StepMemory(
             net=self.build_on_meta(),
@@ -232,7 +231,7 @@ class Job:
         sources together, is None; so do all amounts of a job with stages that end after epochs. Raises
         ConfigError for amounts of less than one step and, once all are known, for numbers of steps that do
         not fit together."""
-        batch = BatchLayout.of(self.training, self.parallelism.degrees(world_size).data_parallel)
+        batch = BatchLayout.from_training(self.training, self.parallelism.degrees(world_size).data_parallel)
         units = {amount.unit for amount in self.amounts().values()}
         net = self.model.build_on_meta() if "tokens/parameter" in units else None
         conversion = Conversion(

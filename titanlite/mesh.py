@@ -5,9 +5,9 @@ Axes, from the outermost in: `pp` (pipeline parallel: stages), `dp_replicate` (H
 parallel: shards of each layer). Ranks along `pp`, `cp` and `tp` read the same sequences; those along
 `dp_replicate` and `dp_shard` are the data-parallel ranks. FSDP also shards over `cp`.
 
-Experts have axes of their own over the same ranks in the same order: `pp`, `dp_replicate`, `expert_fsdp` and
+Experts have separate axes over the same ranks in the same order: `pp`, `dp_replicate`, `expert_fsdp` and
 `expert`. The last two have the ranks of `dp_shard`, `cp` and `tp`, so that `expert`, the innermost, takes the
-ranks of `tp` first, then those of `cp`, then those of `dp_shard`.
+ranks of `tp` first, then of `cp`, then of `dp_shard`.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Mesh:
 
     @cached_property
     def experts(self) -> DeviceMesh:
-        """The axes of experts that have axes of their own. The first use is collective over all ranks,
+        """The separate axes of experts. The first use is collective over all ranks,
         because it makes the groups, which only models with experts need."""
         assert self.device_mesh is not None
         axes = {
@@ -149,7 +149,7 @@ class Mesh:
 
     @property
     def expert_fsdp(self) -> DeviceMesh:
-        """The mesh for fully_shard of experts that have axes of their own: one axis, or two for HSDP."""
+        """The mesh for fully_shard of experts on separate axes: one axis, or two for HSDP."""
         return self.experts[(REPLICAS, EXPERT_FSDP) if self.degrees.dp_replicate > 1 else EXPERT_FSDP]
 
     @property

@@ -174,7 +174,7 @@ class Parallelism:
 
     @property
     def shards_experts_apart(self) -> bool:
-        """Whether experts have axes of their own: with expert parallel, and with tensor parallel, which does
+        """Whether experts have separate axes: with expert parallel, and with tensor parallel, which does
         not shard experts, so that FSDP shards them over the tensor-parallel ranks, too."""
         return self.expert_parallel_degree > 1 or self.tensor_parallel_degree > 1
 
@@ -185,7 +185,7 @@ class Parallelism:
         return degree > 1 and (backend == "gather" or (backend == "default" and degree <= num_chosen))
 
     def describe(self, degrees: Degrees, num_experts: int) -> str:
-        """The layout in words, such as `dp_shard 4`. With experts on axes of their own also these, such as
+        """The layout in words, such as `dp_shard 4`; with experts on separate axes
         `dp_shard 4, experts: expert_fsdp 2 x expert 2`."""
         if not num_experts or not self.shards_experts_apart:
             return str(degrees)

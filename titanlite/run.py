@@ -243,14 +243,14 @@ class Run:
         job, rt, model, state, sinks = self.job, self.rt, self.model, self.state, self.meter.sinks
         probe_is_due = partial(job.metrics.probe_is_due, last_step=job.training.steps)
         statistics = ParameterStatistics(model.net, self.optimizer, job.optimizer, rt)
-        loads = model.settings.expert_loads
+        loads = model.expert_loads
         extra = MeasuredRun(model=model, optimizer=self.optimizer, rt=rt, tokenizer=self.tokenizer)
         return [
             TrainingMetrics(
                 state, self.guard, rt, partial(job.learning_rate, self.stages), self.remaining_tokens
             ),
             ModelMetrics(model, rt),
-            *([ExpertMetrics(loads, sinks)] if loads is not None else []),
+            ExpertMetrics(loads, sinks),
             CompileMetrics(),
             SlowRanks(rt),
             ParameterMetrics(statistics, self.clipper, sinks, rt),

@@ -38,7 +38,7 @@ from titanlite.log import logger
 from titanlite.metrics.meter import Meter, StepCost
 from titanlite.metrics.sinks.base import RunInfo, Sinks
 from titanlite.models.base import Decoder
-from titanlite.parallel.apply import ParallelSettings
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallelism import Parallelism
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, environment
@@ -336,7 +336,7 @@ def open_stages(
     stages, whose weights the sources get, and `about` with the lines of `about_steps` added. Raises
     ConfigError for numbers of steps that do not fit together."""
     resolved = job.resolved(ranks, sequences.epoch_sequences)
-    batch = BatchLayout.of(job.training, job.parallelism.degrees(ranks).data_parallel)
+    batch = BatchLayout.from_training(job.training, job.parallelism.degrees(ranks).data_parallel)
     sequences.layout = LoaderLayout(batch.num_ranks, job.data.num_workers, batch.micro_batch_size)
     stages = resolved.open_stages(batch.global_size)
     weights = [stage.weights_of(short_names(job.data.sources)) for stage in stages.stages]

@@ -219,7 +219,6 @@ def test_a_run_resumes_on_another_layout(
     assert not any(torch.allclose(before[name], value, atol=2e-4) for name, value in theirs.items())
 
 
-@pytest.mark.full
 def test_a_changed_base_model_is_refused(tmp_path: Path, corpus: Path, base: Path) -> None:
     moved = tmp_path / "moved"
     moved.mkdir()

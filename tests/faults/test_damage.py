@@ -439,7 +439,11 @@ def test_a_run_of_damaged_checkpoints_ends(whole: dict[int, Job], tmp_path: Path
 
 @pytest.mark.full
 def test_damaged_files_for_people_do_not_stop_a_run(tmp_path: Path, corpus: Path) -> None:
-    options = ["--generation.prompts=['a']", "--generation.freq=2", "--metrics.enable_tensorboard"]
+    options = [
+        "--generation.prompts=['a']",
+        "--generation.freq=2",
+        "--metrics.sinks=[{name = 'tensorboard'}]",
+    ]
     train(make_job(tmp_path, corpus, "--training.steps=4", *options))
     folder = tmp_path / "run"
     for name in ("metrics.jsonl", "samples.txt"):

@@ -212,7 +212,7 @@ def test_metrics_of_steps_on_a_full_disk_are_written_later(
     options = ["--training.steps=40", "--lr_scheduler.total_steps=40", "--checkpoint.interval=40"]
     options += ["--generation.freq=5", '--generation.prompts=["a"]', "--generation.max_new_tokens=200"]
     options += ["--model.overrides.n_layers=1", "--training.seq_len=8", "--data.holdout_sequences=0"]
-    job = make_job(disk.path, corpus, *options, "--metrics.enable_tensorboard")
+    job = make_job(disk.path, corpus, *options, "--metrics.sinks=[{name = 'tensorboard'}]")
     assert train(job) == 0
     assert [values["step"] for values in metrics_of(job)] == steps
     events = EventAccumulator(str(job.folder / "tb"))
@@ -534,7 +534,12 @@ def test_few_inodes_are_one_line(tmp_path: Path, corpus: Path, capsys: pytest.Ca
         pytest.skip(f"needs root and Linux: {e}")
     try:
         where = [f"--job.dump_folder={path / 'run'}", f"--data.cache_dir={corpus / 'cache'}"]
-        start = [write_toml(tmp_path, corpus), *where, "--training.steps=1", "--metrics.enable_tensorboard"]
+        start = [
+            write_toml(tmp_path, corpus),
+            *where,
+            "--training.steps=1",
+            "--metrics.sinks=[{name = 'tensorboard'}]",
+        ]
         capsys.readouterr()
         assert cli.run(["train", *map(str, start)]) in (2, 3)
         assert "Traceback" not in capsys.readouterr().err

@@ -114,7 +114,7 @@ class AttentionBackend(Component, kind="attention backend", key="backend"):
             )
         if needs.has_other_values and not self.supports_v_head_dim:
             raise ConfigError(
-                f"{self.name!r} does not support values of head dim {needs.v_head_dim} beside queries and "
+                f"{self.name!r} does not support values of head dim {needs.v_head_dim} with queries and "
                 f"keys of head dim {needs.head_dim}",
                 "attention.backend",
             )

@@ -1,6 +1,6 @@
 """The schema of a configuration as plain data: the type, the default and the docstring of every key.
 
-`describe` makes a schema from classes. schema.json, beside this file, holds the schema of titanlite's own
+`describe` makes a schema from classes. The file schema.json holds the schema of titanlite's own
 classes, so that keys can be explained and checked before torch is imported; a test keeps that file current.
 `convert` checks a configuration against a schema.
 """
@@ -59,14 +59,10 @@ class Node(TypedDict, total=False):
     only: str  # for the table of a choice: the last part of the only key under which it is documented
 
 
+@cache
 def table(name: str) -> Node:
     """Return titanlite's schema `job` or `prepare`."""
-    return _tables()[name]
-
-
-@cache
-def _tables() -> dict[str, Node]:
-    return json.loads(FILE.read_text(encoding="utf-8"))
+    return json.loads(FILE.read_text(encoding="utf-8"))[name]
 
 
 # ---- from classes
@@ -123,7 +119,10 @@ def _node(hint: Any, docs: bool) -> Node:
         (inner,) = set(args) - {type(None)}
         return {**_node(inner, docs), "optional": True}
     if isinstance(hint, type) and issubclass(hint, Component) and hint.is_kind():
-        choices = {name: _choice(choice, docs) for name, choice in sorted(hint.choices.items())}
+        choices = {name: _describe(choice, docs) for name, choice in sorted(hint.choices.items())}
+        for name, choice in hint.choices.items():
+            if choice.only:
+                choices[name] = {**choices[name], "only": choice.only}
         node = {"type": "choice", "kind": hint.kind, "choices": choices}
         return node if hint.key == "name" else {**node, "key": hint.key}
     if dataclasses.is_dataclass(hint):
@@ -140,19 +139,16 @@ def _node(hint: Any, docs: bool) -> Node:
     return {"type": SCALARS[hint]}
 
 
-def _choice(component: type[Component], docs: bool) -> Node:
-    node = _describe(component, docs)
-    return {**node, "only": component.only} if component.only else node
-
-
 def _default(field: dataclasses.Field) -> str | None:
-    """Return the default as TOML, or as the name of a choice; None if the default is None."""
+    """Return the default as TOML, or as the name of a choice or of several; None if the default is None."""
     factory = field.default_factory
     value = field.default if factory is dataclasses.MISSING else factory()
     if value is None:
         return None
     if isinstance(value, Component):
         return value.name
+    if isinstance(value, list) and value and isinstance(value[0], Component):
+        return str([component.name for component in value])
     if value in ({}, []):
         return str(value)
     return "" if dataclasses.is_dataclass(value) else tomli_w.dumps({"v": value}).partition("=")[2].strip()
@@ -234,17 +230,13 @@ class _Conversion:
         if SCALARS.get(type(value)) != kind:  # bool is not int, "8" is not 8
             self._complain(f"expected {_expected(node)}, got {value!r}", key)
         elif node.get("path"):
-            return self._path(value, key)
+            try:
+                return expand_home(value)
+            except ConfigError as e:
+                self._complain(str(e), key)
         elif isinstance(value, float) and not math.isfinite(value):
             self._complain(f"expected a finite number, got {value!r}", key)
         return value
-
-    def _path(self, text: str, key: str) -> str:
-        try:
-            return expand_home(text)
-        except ConfigError as e:
-            self._complain(str(e), key)
-            return text
 
     def _amount(self, node: Node, text: str, key: str) -> Amount | int:
         """Return the amount of a text, or the number of an amount in steps; after an error any number."""
@@ -300,7 +292,7 @@ class _Conversion:
             where = f"{key}.{k}" if key else k
             if k in keys:
                 made[k] = self.value(keys[k], v, where)
-            elif self._is_of_replaced(node, key, k):
+            elif self._belongs_to_replaced(node, key, k):
                 text = f"left out: {node['kind']} {name!r}, chosen on the command line, has no such key"
                 self._locator.left_out.append(str(self._locator.located(ConfigError(text, where))))
             else:
@@ -310,7 +302,7 @@ class _Conversion:
                 self._complain(f"missing required key {k!r}", key)
         return made
 
-    def _is_of_replaced(self, node: Node, key: str, unknown: str) -> bool:
+    def _belongs_to_replaced(self, node: Node, key: str, unknown: str) -> bool:
         """Whether the file gives the unknown key to a component that the command line replaced by another. A
         key that the replaced component does not have either is a typing error."""
         overrides, picked_by = self._locator.overrides, node.get("key", "name")
@@ -321,7 +313,7 @@ class _Conversion:
         return unknown in table and (replaced is None or unknown in replaced["keys"])
 
     def _hint(self, unknown: str, where: str, node: Node, keys: Collection[str]) -> str:
-        """What to write instead of an unknown key of a table, or of a choice with `keys`."""
+        """Suggest a key in place of an unknown key of a table, or of a choice with `keys`."""
         owners = [repr(name) for name, choice in node.get("choices", {}).items() if unknown in choice["keys"]]
         if owners:
             *others, last = owners

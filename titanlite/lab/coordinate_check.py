@@ -23,8 +23,9 @@ from titanlite.models.base import Decoder, ModelFamily, logits
 from titanlite.models.load_balance import LoadBalance
 from titanlite.models.moe import Router, moe_layers_of
 from titanlite.optim.base import Optimizer, guarded_step, set_lr
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import Clipper, grad_norms
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.runtime.training import Training
 
 EMBEDDING, LOGITS, ROUTER = "embedding", "logits", "router"

@@ -47,8 +47,6 @@ LEFT_OUT = [  # what the runs leave out: it takes no memory of a step, or writes
     "--generation.prompts=[]",
     "--profiling.enable_profiling=false",
     "--profiling.enable_memory_snapshot=false",
-    "--metrics.enable_tensorboard=false",
-    "--metrics.enable_wandb=false",
     "--metrics.sinks=[]",
     "--metrics.log_freq=1",
 ]
@@ -138,7 +136,7 @@ class _Trainer:
     def planned(self, size: int) -> PlannedRun:
         """The job with micro-batches of `size` sequences."""
         training = _with_size(self.job, size).training
-        batch = BatchLayout.of(training, self._run.degrees.data_parallel)
+        batch = BatchLayout.from_training(training, self._run.degrees.data_parallel)
         sizes = self.job.batch_sizes(batch.global_size)
         return replace(self._run, training=training, global_batch=max(sizes.values()))
 
@@ -184,7 +182,7 @@ class _Trainer:
         """The overrides of a run. More than two micro-batches per step take no more memory, except in a
         pipeline; stages end after numbers of sequences, which fewer per step might not reach."""
         run = self.planned(size)
-        batch = BatchLayout.of(run.training, run.degrees.data_parallel).global_size
+        batch = BatchLayout.from_training(run.training, run.degrees.data_parallel).global_size
         if not self.has_whole_steps(size):
             batch = 2 * size * run.degrees.data_parallel
         own = [f"--training.local_batch_size={size}", f"--training.global_batch_size={batch}"]

@@ -187,7 +187,7 @@ def _model(job: Job, net: Decoder) -> dict[str, Any]:
 
 def _length(job: Job, run: PlannedRun, epoch: int | None, why_not: str) -> dict[str, Any]:
     """Steps, tokens, FLOPs and epochs of the whole run. `job`: resolved."""
-    batch = BatchLayout.of(run.training, run.degrees.data_parallel)
+    batch = BatchLayout.from_training(run.training, run.degrees.data_parallel)
     stages, training = job.open_stages(batch.global_size), job.training
     end = stages.step_sizes.position_after(training.steps)
     flops = 0

@@ -61,7 +61,9 @@ class PlannedRun:
 
     @property
     def num_micro_batches(self) -> int:
-        return BatchLayout.of(self.training, self.degrees.data_parallel).num_micro_batches(self.global_batch)
+        return BatchLayout.from_training(self.training, self.degrees.data_parallel).num_micro_batches(
+            self.global_batch
+        )
 
     @property
     def tokens(self) -> int:
@@ -106,7 +108,7 @@ def planned_run(job: Job, num_ranks: int, param_dtype: torch.dtype, device_bytes
     """The sections of a job that decide the memory and the time of a step on `num_ranks` ranks.
     `device_bytes`: memory of a GPU; 0: a CPU."""
     degrees = job.parallelism.degrees(num_ranks)
-    batch = BatchLayout.of(job.training, degrees.data_parallel)
+    batch = BatchLayout.from_training(job.training, degrees.data_parallel)
     net = job.build_on_meta()
     return PlannedRun(
         net=net,

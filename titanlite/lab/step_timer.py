@@ -12,8 +12,9 @@ from titanlite.mesh import ALONE
 from titanlite.models.base import Decoder
 from titanlite.optim.base import Optimizer, guarded_step, set_lr
 from titanlite.optim.ema import EMA, WeightAverage
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import Clipper, grad_norms
+from titanlite.parallel.settings import ParallelSettings
 
 WARM_UP, ROUNDS = 3, 5
 ROUND_S, MAX_STEPS = 0.3, 20  # of a round

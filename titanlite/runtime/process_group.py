@@ -70,7 +70,7 @@ def _wait_for_store(rank: int, comm: Comm) -> None:
 
 def _store_on_this_node(num_ranks: int) -> Any:
     """The store over which ranks on one node meet: in memory for one rank, else a file in the launcher's
-    folder. None under another launcher, which has a store of its own."""
+    folder. None under another launcher, which opens a store itself."""
     if num_ranks == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
     if folder := notes_folder():

@@ -202,7 +202,7 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
     set_library_defaults()
     if is_under_torchrun():
         die_with_launcher()
-    batch = BatchLayout.of(training, parallelism.degrees(size).data_parallel)
+    batch = BatchLayout.from_training(training, parallelism.degrees(size).data_parallel)
     device = process.pick_device()
     parallelism.check_machine(device, place().num_local_ranks)
     param_dtype = choose_param_dtype(training, device)

@@ -141,7 +141,6 @@ def test_a_state_is_taken_up_by_a_loader_that_runs(sequences: SequenceDataset) -
 SKIPPED = SkippedSequences.of([[990, 995], [1010, 1010], [1030, 1080], [1200, 1300]])
 
 
-@pytest.mark.full
 def test_skipped_sequences_are_left_out_with_any_ranks_workers_and_batches(
     sequences: SequenceDataset,
 ) -> None:

@@ -188,7 +188,6 @@ def test_the_tensors_of_an_exported_adapter(trained: Trained, dtype: str) -> Non
     assert factors == {1.0, 0.3}
 
 
-@pytest.mark.full
 def test_buffers_that_are_state_are_those_of_the_run(tmp_path: Path, corpus: Path) -> None:
     """They change in training, although the base model's parameters do not."""
     keys = ['--job.imports=["tests.support.auxiliary"]', '--model={name = "auxiliary", flavor = "debug"}']
@@ -302,7 +301,6 @@ def test_a_moved_base_model_is_named_by_an_option(
         moved.rename(path)
 
 
-@pytest.mark.full
 def test_a_base_run_may_train_on(
     tmp_path: Path,
     corpus: Path,

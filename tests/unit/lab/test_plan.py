@@ -36,7 +36,8 @@ from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import make_state
 from titanlite.optim.muon import Muon
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallelism import Parallelism
 
 H100 = next(card for card in CARDS if card.name == "H100")
@@ -69,7 +70,6 @@ def real_sizes(
     return sizes_by_layout
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "model", "layouts"),
     [

@@ -75,7 +75,6 @@ def test_folded_scales_make_a_plain_model(name: str, tied: bool) -> None:
         assert not torch.allclose(other(row()), scaled(row()), rtol=1e-2), left_out
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("name", "tied"), FAMILIES)
 @torch.no_grad()
 def test_transformers_computes_the_same_logits(name: str, tied: bool) -> None:

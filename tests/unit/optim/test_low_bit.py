@@ -26,11 +26,16 @@ from titanlite.mesh import ALONE
 from titanlite.optim import low_bit
 from titanlite.optim.adamw import AdamW, StateDtype
 from titanlite.optim.base import guarded_step, set_lr
-from titanlite.optim.low_bit import BLOCK, CompiledAdamW, stored_in_8_bits
+from titanlite.optim.low_bit import BLOCK, DTYPES, CompiledAdamW, _decode, _encode
 from titanlite.train import train
 
 INT8, BFLOAT16 = "--optimizer.state_dtype=int8", "--optimizer.state_dtype=bfloat16"
 SHAPES = {"weight": (48, 512), "experts": (2, 5, 64), "narrow": (6, 40), "norm": (64,), "scale": ()}
+
+
+def stored_in_8_bits(m: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The moments as 8-bit state stores them, decoded again: fp32 [number of blocks, 64]."""
+    return _decode(*(t.to(dtype) for t, dtype in zip(_encode(m, v), DTYPES)))
 
 
 def parameters(seed: int = 0) -> dict[str, nn.Parameter]:

@@ -151,7 +151,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clip, "GLOBAL_STEPS", 2)
 
 
-@pytest.mark.full
 @pytest.mark.usefixtures("soon")
 def test_a_resumed_run_clips_as_the_uninterrupted_one(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,10 +22,10 @@ from tokenizers import Tokenizer as Library
 
 from tests.support.tiers import full
 from titanlite.config.component import ConfigError
+from titanlite.corpus.make_tokenizer import byte_alphabet
 from titanlite.tokenizers.base import Tokenizer
 from titanlite.tokenizers.huggingface import HuggingFace
 from titanlite.tokenizers.tiktoken import LLAMA3_PATTERN, Tiktoken
-from titanlite.tools.tokenizer import byte_alphabet
 
 SHIPPED = Path(__file__).resolve().parents[3] / "assets" / "tokenizer" / "stdlib.tiktoken"
 QWEN_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")

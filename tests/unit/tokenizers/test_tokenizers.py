@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlite.config.component import ConfigError
+from titanlite.corpus import make_tokenizer as tool
 from titanlite.tokenizers.base import BOS, EOS, Tokenizer
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tokenizers.tiktoken import LLAMA3_PATTERN, Tiktoken
-from titanlite.tools import tokenizer as tool
 
 SHIPPED = Path(__file__).resolve().parents[3] / "assets" / "tokenizer" / "stdlib.tiktoken"
 

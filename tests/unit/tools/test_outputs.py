@@ -8,8 +8,9 @@ import pytest
 
 from titanlite import cli
 from titanlite.contrib import migrate
+from titanlite.corpus import make_tokenizer as tokenizer
 from titanlite.corpus import prepare
-from titanlite.tools import export, import_weights, tokenizer
+from titanlite.tools import export, import_weights
 
 
 def fail(*args: object, **kwargs: object) -> None:

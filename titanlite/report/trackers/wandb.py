@@ -13,7 +13,7 @@ from typing import Any, Literal
 from titanlite.files import read_regular
 from titanlite.log import logger
 from titanlite.metrics.sinks.base import RunInfo
-from titanlite.metrics.sinks.tracker import Client, Numbers, Tracker, TrackerRun
+from titanlite.report.trackers.tracker import Client, Numbers, Tracker, TrackerRun
 
 FLUSH_S = 5.0  # for wandb's process to complete the offline files of a run that has just ended
 HEADER, BLOCK = 7, 32768  # bytes of a .wandb file
@@ -21,9 +21,9 @@ HEADER, BLOCK = 7, 32768  # bytes of a .wandb file
 
 @dataclass(frozen=True, kw_only=True)
 class WandB(Tracker, name="wandb"):
-    """Weights & Biases. metrics.enable_wandb is a short form. Without an API key (WANDB_API_KEY, or `wandb
-    login`) the run is recorded offline. wandb's own environment variables hold, too, except for those of the
-    run's id and folder. With WANDB_MODE=disabled, nothing is recorded."""
+    """Weights & Biases. Without an API key (WANDB_API_KEY, or `wandb login`) the run is recorded offline.
+    wandb's own environment variables hold, too, except for those of the run's id and folder. With
+    WANDB_MODE=disabled, nothing is recorded."""
 
     project: str = ""
     """Project; empty: WANDB_PROJECT, else wandb's default."""

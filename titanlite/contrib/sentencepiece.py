@@ -13,9 +13,9 @@ from typing import ClassVar
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json
 from titanlite.config.paths import PathText
+from titanlite.contrib.sentencepiece_model import SentencePieceModel, as_tokenizer_json, read_model
 from titanlite.tokenizers.base import read_bytes
 from titanlite.tokenizers.huggingface import HuggingFace, HuggingFaceTokenizer
-from titanlite.tokenizers.sentencepiece_model import SentencePieceModel, as_tokenizer_json, read_model
 
 
 @dataclass(frozen=True, kw_only=True)

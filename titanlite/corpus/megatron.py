@@ -1,4 +1,4 @@
-"""Reads the datasets of Megatron-LM's `preprocess_data.py` in place.
+"""The source `megatron`: reads the datasets of Megatron-LM's `preprocess_data.py` in place.
 
 `PREFIX.bin` holds token ids without a header. `PREFIX.idx` is little-endian: `MMIDIDX` and two zero bytes,
 version 1 (uint64), a code of the ids' type (uint8), the number of sequences and the length of the list of
@@ -25,11 +25,14 @@ import numpy as np
 
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json, expect, load_object
-from titanlite.config.paths import check_writable
+from titanlite.config.paths import PathText, check_writable
 from titanlite.data.sharded_tokens import ShardedTokens
+from titanlite.data.sources import Source
 from titanlite.data.worker_pool import num_cores, worker_pool
 from titanlite.files import check_regular, hash_file, new_folder, open_regular
+from titanlite.log import logger
 from titanlite.progress import Progress
+from titanlite.tokenizers.base import Tokenizer
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 HEADER = struct.Struct("<9sQBQQ")
@@ -295,3 +298,36 @@ class MegatronTokens(ShardedTokens):
 
     def _advice(self) -> str:
         return "another tokenizer made the file, or it was damaged after the run began"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Megatron(Source, name="megatron"):
+    """Files of Megatron-LM's `preprocess_data.py`, read in place: `PREFIX.bin` and `PREFIX.idx`. Tokens are
+    read as they are, so the files decide which special tokens frame a document."""
+
+    path: list[PathText]
+    """Prefixes: paths without `.bin` and `.idx`. Several prefixes are one source, in this order."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.path:
+            raise ConfigError("no prefix: give the path of a .bin file without .bin", "path")
+        files = [os.path.realpath(f"{prefix}.bin") for prefix in self.path]
+        if twice := [prefix for i, prefix in enumerate(self.path) if files[i] in files[:i]]:
+            raise ConfigError(
+                f"{twice[0]} is named twice; to read it more often, make it a source with a weight", "path"
+            )
+
+    def check(self, tokenizer: Tokenizer) -> bool:
+        MegatronTokens(self.path, tokenizer.vocab_size, Path())
+        return False  # `build` hashes the files
+
+    def build(self, tokenizer: Tokenizer, cache_dir: Path) -> MegatronTokens:
+        tokens = MegatronTokens(self.path, tokenizer.vocab_size, cache_dir)
+        tokens.check_vocabulary()
+        if tokens.read(tokens.num_tokens - 1, 1).item() != tokenizer.eos:
+            logger.warning(
+                f"{tokens.path}: the last document does not end with the tokenizer's EOS, {tokenizer.eos}; "
+                "a model does not learn to end a text from files without EOS (Megatron's --append-eod)"
+            )
+        return tokens

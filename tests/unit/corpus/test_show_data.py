@@ -16,11 +16,10 @@ from titanlite import startup
 from titanlite.checkpoint.commit import manifest_text
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
-from titanlite.corpus import prepare
+from titanlite.corpus import prepare, show_data
 from titanlite.data.skips import SkippedSequences
 from titanlite.job import load_job
 from titanlite.tokenizers.bytes import Bytes
-from titanlite.tools import data
 from titanlite.tools.verbs import shown_config
 
 
@@ -36,7 +35,7 @@ def dataset(tmp_path: Path) -> Path:
 
 def shown(capsys: pytest.CaptureFixture[str], *argv: object) -> list[str]:
     capsys.readouterr()
-    assert data.main(["show", *map(str, argv)]) == 0
+    assert show_data.main(["show", *map(str, argv)]) == 0
     return capsys.readouterr().out.splitlines()
 
 
@@ -106,7 +105,7 @@ def test_sequences_that_a_run_skips_are_marked(tmp_path: Path, capsys: pytest.Ca
     del manifest["sha256"]
     manifest_file.write_text(manifest_text(manifest))
     capsys.readouterr()
-    assert data.main(["show", str(file), "--data.skip_sequences=[[1, 1]]", "--sequence=1"]) == 0
+    assert show_data.main(["show", str(file), "--data.skip_sequences=[[1, 1]]", "--sequence=1"]) == 0
     said = capsys.readouterr()
     assert said.out.splitlines()[0].endswith(" (skipped)")
     assert "are marked from its configuration only" in said.err
@@ -210,7 +209,7 @@ def test_a_checkpoint_marks_skips_only_if_the_stages_before_it_are_the_same(
 
 def test_a_stage_that_does_not_fit_the_sources_is_refused(staged: Path) -> None:
     with pytest.raises(ConfigError, match=r"stages\.2\.weights: stage 3: 3 weights for 2 sources"):
-        data.main(["show", str(staged), "--stages.2.weights=[1, 1, 1]"])
+        show_data.main(["show", str(staged), "--stages.2.weights=[1, 1, 1]"])
 
 
 def test_a_configuration_that_comes_with_titanlite_is_shown_unless_a_dataset_has_its_name(
@@ -238,6 +237,6 @@ def test_a_configuration_that_comes_with_titanlite_is_shown_unless_a_dataset_has
 )
 def test_a_wrong_word(dataset: Path, arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        data.main(["show", str(dataset), *arguments])
+        show_data.main(["show", str(dataset), *arguments])
     with pytest.raises(ConfigError, match="did you mean 'show'"):
-        data.main(["shwo", str(dataset)])
+        show_data.main(["shwo", str(dataset)])

@@ -27,14 +27,13 @@ from tests.support.logs import listening
 from tests.support.megatron_files import write_megatron
 from tests.support.runs import run_in_hops, train_on_rank
 from titanlite.config.component import ConfigError
-from titanlite.data import megatron
+from titanlite.corpus import megatron
+from titanlite.corpus import show_data as data_tool
+from titanlite.corpus.megatron import Megatron, MegatronTokens
 from titanlite.data.dataset import Data
 from titanlite.data.loader import MicroBatches, SequenceLoader
-from titanlite.data.megatron import MegatronTokens
 from titanlite.data.packing import PACKINGS
-from titanlite.data.sources import Megatron
 from titanlite.data.step_sizes import StepSizes
-from titanlite.tools import data as data_tool
 
 DOCUMENTS = [[[1, 2], [3]], [[4]], [[5, 6, 7], [8, 9], [10, 11, 12]], [[13, 14], []], [[15]]]
 

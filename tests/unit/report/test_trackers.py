@@ -15,7 +15,7 @@ from tests.support.trackers import RUN_ID, FakeClient, Server, deliver, values
 from titanlite.metrics.sinks.base import Event, RunInfo, Values
 from titanlite.metrics.sinks.jsonl import JsonLines
 from titanlite.metrics.sinks.samples import Samples
-from titanlite.metrics.sinks.tracker import Delivery, TrackerRun, flatten, numbers_of
+from titanlite.report.trackers.tracker import Delivery, TrackerRun, flatten, numbers_of
 
 BRANCH = f"{RUN_ID}-b1"
 

@@ -32,13 +32,13 @@ from tests.support.jobs import ROOT, make_job, metrics_of
 from tests.support.multilingual import SENTENCES
 from titanlite import cli
 from titanlite.config.component import ConfigError
+from titanlite.contrib.sentencepiece import SentencePiece
+from titanlite.contrib.sentencepiece_model import as_tokenizer_json, read_model
 from titanlite.generate import text_after
 from titanlite.tokenizers.base import Tokenizer
 from titanlite.tokenizers.huggingface import HuggingFace
 from titanlite.tokenizers.pieces import SPACE_MARK
 from titanlite.tokenizers.same_ids import verified_files
-from titanlite.tokenizers.sentencepiece import SentencePiece
-from titanlite.tokenizers.sentencepiece_model import as_tokenizer_json, read_model
 from titanlite.tokenizers.tiktoken import Tiktoken
 from titanlite.train import train as train_job
 

@@ -42,8 +42,9 @@ from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.overrides import split_words
 from titanlite.config.paths import PathText
+from titanlite.corpus import plan_data
+from titanlite.corpus.megatron import Content, MegatronFile, MegatronTokens
 from titanlite.data.dataset import SequenceDataset, numbered
-from titanlite.data.megatron import Content, MegatronFile, MegatronTokens
 from titanlite.data.packing import PACKINGS, PackedSequences
 from titanlite.data.sharded_tokens import ShardedTokens
 from titanlite.data.shards import TokenShards
@@ -55,7 +56,6 @@ from titanlite.options import take_flag, take_numbers
 from titanlite.stages import Stages, check_stages, label
 from titanlite.tokenizers.base import Tokenizer, TokenizerConfig
 from titanlite.tokenizers.tiktoken import Tiktoken
-from titanlite.tools import data_plan
 from titanlite.tools.verbs import shown_config
 
 CACHE_DIR = "outputs/cache"  # the default of data.cache_dir
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     if action == "show":
         return _show(rest)
     if action == "plan":
-        return data_plan.main(rest)
+        return plan_data.main(rest)
     raise ConfigError(f"unknown action {action!r}{suggest(action, ['plan', 'show', 'verify'])}")
 
 

@@ -23,10 +23,10 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.metrics.sinks.base import RunInfo
 from titanlite.metrics.sinks.jsonl import JsonLines
-from titanlite.metrics.sinks.mlflow import MLflow, MLflowClient
-from titanlite.metrics.sinks.trackio import Trackio, TrackioClient
-from titanlite.metrics.sinks.wandb import WandB, WandBClient, records_of
-from titanlite.tools import metrics as push
+from titanlite.report.trackers import push as push
+from titanlite.report.trackers.mlflow import MLflow, MLflowClient
+from titanlite.report.trackers.trackio import Trackio, TrackioClient
+from titanlite.report.trackers.wandb import WandB, WandBClient, records_of
 from titanlite.train import train
 
 Rows = list[tuple[int, dict[str, Any]]]
@@ -355,8 +355,8 @@ def test_the_clients_of_the_sinks(tmp_path: Path) -> None:
         (["pull"], "unknown action 'pull' .known: push."),
         (["push"], "takes one run folder"),
         (["push", "nowhere"], "nowhere is not a run folder: it has no job.toml"),
-        (["push", "RUN"], "names no tracker; add --metrics.enable_wandb"),
-        (["push", "RUN", "--metrics.enable_wandb"], "has no steps to send"),
+        (["push", "RUN"], "names no tracker; add --metrics.sinks="),
+        (["push", "RUN", "--metrics.sinks=[{name = 'wandb'}]"], "has no steps to send"),
     ],
 )
 def test_push_refuses(tmp_path: Path, corpus: Path, arguments: list[str], message: str) -> None:
@@ -375,4 +375,4 @@ def test_push_refuses_a_run_that_is_training(
     (job.folder / "job.toml").write_text(toml.dump(job))
     monkeypatch.setattr(FolderLock, "_try", lambda self: False)  # as if another process had it
     with pytest.raises(ConfigError, match="run is in use by another process"):
-        push.main(["push", str(job.folder), "--metrics.enable_wandb"])
+        push.main(["push", str(job.folder), "--metrics.sinks=[{name = 'wandb'}]"])
