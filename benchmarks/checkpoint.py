@@ -202,13 +202,14 @@ from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.state import TrainState
 from titanlite.job import load_job
 from titanlite.mesh import ALONE
-from titanlite.parallel.sharded_model import ShardedModel
+from titanlite.parallel.apply import parallelize
+from titanlite.parallel.settings import ParallelSettings
 folder, verify = Path(sys.argv[1]), sys.argv[2]
 job = load_job(folder / "job.toml", world_size=None)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 with torch.device("meta"):
     net = job.model.build()
-ShardedModel(net, job.loss.build()).materialize(torch.device(device), 0)
+parallelize(net, job.loss, ALONE, ParallelSettings()).materialize(torch.device(device), 0)
 optimizer = job.optimizer.build(net, ALONE)
 state = TrainState(0, 0, torch.zeros((), dtype=torch.int64, device=device))
 identity = json.loads((folder / "run_identity.json").read_text())

@@ -182,11 +182,15 @@ def _medians(reports: list[dict[str, float]]) -> dict[str, float]:
     )
 
 
+def config_path(run: Recorded) -> Path:
+    """The TOML file of a run."""
+    own = run.config in ("optimizer_curves.toml", "transfer_lr.toml")
+    return ROOT / ("benchmarks" if own else "train_configs") / run.config
+
+
 def compare(run: Recorded) -> dict[str, Any]:
     """The planned and the measured numbers of a run: of rank 0, which has the first pipeline stage."""
-    own = run.config in ("optimizer_curves.toml", "transfer_lr.toml")
-    config = "benchmarks" if own else "train_configs"
-    job = load_job(ROOT / config / run.config, run.overrides, None)
+    job = load_job(config_path(run), run.overrides, None)
     name = "H100" if "_h100" in run.file else "H200"
     cluster = Cluster(next(card for card in CARDS if card.name == name), run.gpus)
     planned = planned_run(job, cluster)

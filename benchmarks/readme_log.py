@@ -2,8 +2,8 @@
 
     python benchmarks/readme_log.py            # about a minute and a half on two cores
 
-Writes benchmarks/results/readme_debug.log and puts its excerpt into README.md. tests/test_readme.py compares
-the README with the log, and tests/test_end_to_end.py the log with the program.
+Writes benchmarks/results/readme_debug.log and puts its excerpt into README.md.
+tests/test_end_to_end.py compares the excerpt with the program.
 """
 
 from __future__ import annotations

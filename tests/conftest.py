@@ -28,10 +28,20 @@ logging.disable(logging.DEBUG)  # torch's loggers fill pages of a failed test's 
 # torch is imported where it is needed: tests/test_architecture.py needs none.
 
 
+def wants_gpu(config: pytest.Config) -> bool:
+    """Return whether tests marked gpu are asked for by `-m gpu`, alone or with other markers."""
+    return "gpu" in config.option.markexpr.split(" and ")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide CUDA devices, unless only tests marked gpu are asked for."""
-    if "gpu" not in config.option.markexpr.split(" and "):
+    """Hide CUDA devices, unless only tests marked gpu are asked for, which need one."""
+    if not wants_gpu(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise pytest.UsageError("-m gpu: torch finds no CUDA device on this machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,20 +51,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests of other parts, and skip tests marked gpu if no CUDA device is to be seen."""
-    if part := config.getoption("part"):
-        from tests.support.tiers import in_part
+    """Deselect tests marked gpu, unless they are asked for, and the tests of other parts."""
+    from tests.support.tiers import in_part
 
-        others = {item for item in items if not in_part(item.nodeid, *part)}
-        config.hook.pytest_deselected(items=list(others))
-        items[:] = [item for item in items if item not in others]
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
-        import torch
+    part = config.getoption("part")
 
-        if not torch.cuda.is_available():
-            for item in gpu:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and `pytest -m gpu`"))
+    def is_selected(item: pytest.Item) -> bool:
+        if item.get_closest_marker("gpu") and not wants_gpu(config):
+            return False
+        return part is None or in_part(item.nodeid, *part)
+
+    config.hook.pytest_deselected(items=[item for item in items if not is_selected(item)])
+    items[:] = [item for item in items if is_selected(item)]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -16,12 +16,13 @@ PACKAGE = ROOT / "titanlite"
 LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
     {"files", "errors"},
     {"config", "log", "host_copy", "step_clock", "torch_compat"},
-    {"options", "progress", "table", "cross_entropy_kernel"},
+    {"options", "progress", "table", "parallelism", "cross_entropy_kernel"},
     {"commands"},
     {"attention", "tokenizers", "losses", "mesh", "flops"},
     {"data", "models"},
     {"optim", "tasks"},
-    {"checkpoint", "parallel", "runtime", "metrics", "prepare"},
+    {"checkpoint", "parallel", "runtime", "prepare"},
+    {"metrics"},
     {"interop"},
     {"evaluate", "generate", "stages"},
     {"job"},
@@ -34,7 +35,12 @@ LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
 LEVEL = {unit: level for level, layer in enumerate(LAYERS) for unit in layer}
 # `launch` runs the trainer in its own process when there is one rank, and its ranks' commands in copies.
 # Plans and scaling laws are printed and drawn as reports are.
-SIBLINGS = {("tools", "train"), ("tools", "cli"), ("lab", "report"), ("startup", "lab")}
+SIBLINGS = {("tools", "train"), ("tools", "cli"), ("lab", "report")}
+
+
+@cache
+def syntax_tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -53,7 +59,7 @@ def layer_violations(root: Path) -> list[str]:
     actual = []
     for path in sorted(root.rglob("*.py")):
         unit = path.relative_to(root).parts[0].removesuffix(".py")
-        for name in imports(ast.parse(path.read_text())):
+        for name in imports(syntax_tree(path)):
             parts = name.split(".")
             if name == "RELATIVE":
                 actual.append(f"{path}: relative import")
@@ -74,7 +80,7 @@ def cycles(root: Path) -> list[list[str]]:
         ".".join(("titanlite", *p.relative_to(root).with_suffix("").parts)): p for p in root.rglob("*.py")
     }
     graph = {
-        module: {m for name in imports(ast.parse(path.read_text())) for m in (name, name.rpartition(".")[0])}
+        module: {m for name in imports(syntax_tree(path)) for m in (name, name.rpartition(".")[0])}
         & modules.keys() - {module}
         for module, path in modules.items()
     }
@@ -104,8 +110,6 @@ def is_private(name: str) -> bool:
 PUBLIC = {"_asdict", "_replace", "_exit"}
 PRIVATE_NAMES_OF_TORCH = {
     "torch_compat.py",
-    "attention/torch_compat.py",
-    "parallel/torch_compat.py",
     "runtime/agent.py",
 }
 
@@ -135,8 +139,8 @@ def private_names(tree: ast.AST, own: set[str]) -> set[str]:
 
 
 def test_private_names_of_torch_are_used_in_few_places() -> None:
-    """Each torch_compat.py has tests of all its names. The agent and the rendezvous subclass torch's."""
-    trees = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sources()}
+    """torch_compat.py has tests of all its names. The agent and the rendezvous subclass torch's."""
+    trees = {path.relative_to(PACKAGE).as_posix(): syntax_tree(path) for path in sources()}
     own = own_names(trees.values())
     users = {path: names for path, tree in trees.items() if (names := private_names(tree, own))}
     assert users.keys() == PRIVATE_NAMES_OF_TORCH, users
@@ -189,7 +193,7 @@ def sources() -> list[Path]:
 @cache
 def names_in(path: Path) -> frozenset[str]:
     """The names that the file imports, and the attributes that it spells, such as `os.environ`."""
-    tree = ast.parse(path.read_text())
+    tree = syntax_tree(path)
     attributes = (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
     return frozenset([*imports(tree), *attributes])
 
@@ -216,7 +220,7 @@ def test_each_thing_is_touched_in_one_place() -> None:
 
 def test_functions_have_few_parameters() -> None:
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(syntax_tree(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
                 count = len(set(names) - {"self", "cls"})
@@ -228,7 +232,7 @@ def imported_tests(root: Path) -> list[str]:
     """Every import of a test module, or of a conftest, by another module of tests."""
     actual = []
     for path in sorted((root / "tests").rglob("*.py")):
-        for name in imports(ast.parse(path.read_text(encoding="utf-8"))):
+        for name in imports(syntax_tree(path)):
             parts = name.split(".")
             is_test = any(part.startswith("test_") or part == "conftest" for part in parts)
             if name == "RELATIVE" or (parts[0] == "tests" and is_test):

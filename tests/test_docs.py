@@ -12,7 +12,7 @@ import pytest
 import tiktoken
 
 from benchmarks import olmoe_run, optimizer_tables, trained_run
-from tests.support import planning_page, stages_page, suite_times
+from tests.support import metric_tables, planning_page, stages_page, suite_times
 from tests.support.quoted_code import PAGES, QUOTE, ROOT, refreshed
 from titanlite.config.schema import FIELD_TYPES
 from titanlite.job import load_job
@@ -42,46 +42,33 @@ def test_the_page_on_extending_lists_the_types_of_fields() -> None:
     assert f"Supported field types: {FIELD_TYPES}." in " ".join(words)
 
 
-def test_the_table_of_test_times_is_written_from_the_measurement() -> None:
-    page, result = suite_times.TABLE.read_text(encoding="utf-8"), {"wall_s": 3725.4, "passed": 1234}
+def test_the_table_of_test_times_is_written_from_the_measurements_of_one_day() -> None:
+    page = suite_times.TABLE.read_text(encoding="utf-8")
+    result = {"wall_s": 3725.4, "passed": 1234, "environment": {"time": "2026-11-27T09:00:00+00:00"}}
+    other = result | {"environment": {"time": "2026-11-28T09:00:00+00:00"}}
     commands = [row[2] for row in suite_times.ROW.finditer(page)]
     assert len(commands) == page.count("| `pytest")
     paths = [word for command in commands for word in command.split() if "/" in word and word[0] != "-"]
     assert all((ROOT / path).exists() for path in paths)
-    written = suite_times.with_times(page, dict.fromkeys(commands, result))
+    results = dict.fromkeys(commands, result)
+    written = suite_times.with_times(page, results)
     assert written.count("` | 62 min 5 s |\n") == len(commands)
-    assert suite_times.with_times(page, {}) == page
+    assert "on two idle cores on 2026-11-27" in written
+    mixed = suite_times.with_times(page, results | {suite_times.DEFAULT_TIER: other})
+    assert mixed.count("` | unmeasured |\n") == len(commands) - 1
     readme = suite_times.README.read_text(encoding="utf-8")
     sentence = "runs the 1,200 tests of the default tier in 62 min 5 s on two cores"
     assert suite_times.with_count(readme, {suite_times.DEFAULT_TIER: result}).count(sentence) == 1
 
 
-PREFIXES = (
-    "train|eval|throughput|probe|time|memory|gpu|data|progress|compile|checkpoint|norms|logits|numerics|moe"
-)
-NAME = re.compile(rf'"((?:{PREFIXES})/[a-z0-9_]+)"')
-
-
-def test_the_page_on_metrics_has_every_metric_of_the_code() -> None:
-    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "titanlite").rglob("*.py"))
-    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
-    cells = re.findall(r"^\| (`[^|]*) \|", page, flags=re.MULTILINE)
-    listed = [name for cell in cells for name in re.findall(r"`([\w/]+/\w+)`", cell)]
-    tasks = {name for name in listed if name.startswith("tasks/NAME/")}
-    assert len(listed) == len(set(listed))
-    by_formula = {"train/NAME", "train/z_loss", "model/NAME", "loss/source/NAME", "loss/position_00"}
-    by_formula |= {f"eval/NAME/{value}" for value in ("loss", "perplexity", "bits_per_byte")}
-    assert set(listed) - by_formula - tasks == set(NAME.findall(code))
-    of_a_task = ("acc", "acc_norm", "acc_bytes", "acc_stderr", "perplexity")
-    assert tasks == {f"tasks/NAME/{prefix}{name}" for prefix in ("", "ema_") for name in of_a_task}
-    assert 'f"tasks/{self.task.name}/{prefix}{name}"' in code
-    assert 'task.metrics(scores, "ema_")' in code
-    assert 'f"train/{name}"' in code
-    assert 'return ("z_loss",)' in code
-    assert 'f"loss/source/{name}"' in code
-    assert '_named(f"eval/{names[k]}", *means)' in code
-    assert 'f"loss/position_{i:02}"' in code
-    assert 'f"model/{name}"' in code
+def test_the_tables_of_metrics_are_those_of_the_docstrings() -> None:
+    page = metric_tables.PAGE.read_text(encoding="utf-8")
+    assert page == metric_tables.refreshed(page), "run: python -m tests.support.metric_tables"
+    assert metric_tables.refreshed(page.replace("| mean loss", "| a loss")) == page  # control
+    shown = [name for match in metric_tables.TABLE.finditer(page) for name in match[2].split(", ")]
+    assert sorted(shown) == sorted(metric_tables.all_entries()), "each class has one place on the page"
+    assert metric_tables.is_described("loss/source/code")
+    assert not metric_tables.is_described("loss/sources")
 
 
 def keys_of(schema: dict[str, Any]) -> set[str]:
@@ -168,10 +155,6 @@ def test_the_planning_page_quotes_what_titanlite_prints() -> None:
     assert len(planning_page.BLOCK.findall(page)) == len(planning_page.COMMANDS)
     other = page.replace("does not fit: ", "fits: ")
     assert planning_page.refreshed(other) != other  # control
-    drawn = planning_page.PICTURE.read_text(encoding="utf-8")
-    assert planning_page.picture() == drawn, "run: python -m tests.support.planning_page"
-    assert planning_page.picture("--training.local_batch_size=4") != drawn  # control
-    assert f"../assets/{planning_page.PICTURE.name}" in page
 
 
 def test_the_run_of_olmoe_is_described_with_its_numbers() -> None:

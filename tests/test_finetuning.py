@@ -60,37 +60,6 @@ def test_the_questions_on_the_page_are_held_out(tmp_path: Path) -> None:
     assert held_out[0] in page().splitlines()
 
 
-def test_the_tables_have_the_numbers_of_the_results() -> None:
-    def run(lr: float, rank: int, *losses: float) -> dict[str, Any]:
-        reports = [
-            {"step": 10 * i, "train/loss": loss - 0.5, "eval/loss": loss, "progress/sequences": 40 * i}
-            for i, loss in enumerate(losses, 1)
-        ]
-        return {"lr": lr, "adapters": rank, "reports": reports}
-
-    runs = {FULL: run(2e-4, 0, 3.0, 2.0), ADAPTERS: run(2e-3, 16, 3.5, 2.5), BEFORE: run(1e-30, 0, 5.0)}
-    runs["longer"] = run(2e-4, 0, 3.0, 1.5, 2.25)
-    env = {"device": "NVIDIA Test", "torch": "2.11.0", "python": "3.12"}
-    result = {"runs": runs, "env": env, "answers_in_library": [30, 40], "commands": []}
-    text = " ".join(finetune.refreshed(page(), result).split())
-    assert "| 0 | | 5.0000 | | 5.0000 | | 10 | 2.5000 | 3.0000 | 3.0000 | 3.5000 |" in text
-    assert "| all weights | 0.0002 | 30 | 1.750 | 2.2500 | 1.5000 at step 20 |" in text
-    assert "of 4 sequences. The held-out loss is lowest at step 20, with adapters at step 20. Both" in text
-    assert "took place on one NVIDIA Test" in text
-    assert "30 of the 40 first answers" in text
-
-    middle = {"memory/peak_allocated_gib": 40.04, lora_memory.RESERVED: 42.0, lora_memory.TPS: 5000.4}
-    case = {"parameters": 8e9, "tokens_per_step": 4096, "activation_checkpoint": "full"}
-    cases = {
-        "adapters": {**case, "trained": 42e6, "rank": 16, "medians": middle, "env": env},
-        "all weights": {**case, "trained": 8e9, "rank": 0, "error": "exit code 1: OutOfMemoryError"},
-    }
-    text = lora_memory.refreshed(page(), {"config": "a.toml", "cases": cases})
-    assert "| adapters of rank 16 | 42.0 million | 40.0 GiB | 42.0 GiB | 5,000 |" in text
-    assert "| all weights | 8,000.0 million | fails: exit code 1: OutOfMemoryError |  |  |" in text
-    assert "`a.toml` (7.96 billion parameters, random weights) on one NVIDIA Test" in text
-
-
 @pytest.mark.full  # 40 CPU seconds
 def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tokenizers")

@@ -24,7 +24,7 @@ from titanlite import commands
 from titanlite.config.component import ConfigError
 from titanlite.errors import PEER_ERRORS, TRACEBACK, explain_host_memory, is_out_of_host_memory
 from titanlite.files import REFUSALS, is_file_error
-from titanlite.log import tell, write_error
+from titanlite.log import protect_terminal, tell, write_error
 from titanlite.runtime import environment
 from titanlite.runtime.signals import Stopped, stop_requests
 
@@ -49,6 +49,7 @@ def main() -> int:
     for stream in (sys.stdout, sys.stderr):  # printing a path that is not UTF-8 must not raise
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    protect_terminal()
     code = run(sys.argv[1:])
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -86,7 +87,7 @@ def run(argv: Sequence[str]) -> int:
             else:
                 # Most such errors occur on all ranks; the launcher then ends this process while it sleeps.
                 time.sleep(2)
-                tell(f"local rank {environment.local_rank()}: {_reason(error)}")
+                tell(f"local rank {environment.place().local_rank}: {_reason(error)}")
         return code
 
 
@@ -163,7 +164,7 @@ def _report_crash(error: Exception) -> None:
     prints it if no other rank is the cause."""
     text, folder = traceback.format_exc(), environment.notes_folder()
     if folder and PEER_ERRORS.search(f"{type(error).__name__}: {error}"):
-        file = os.path.join(folder, f"{TRACEBACK}-{environment.global_rank()}")
+        file = os.path.join(folder, f"{TRACEBACK}-{environment.place().rank}")
         with suppress(OSError), open(file, "w", encoding="utf-8", errors="backslashreplace") as f:
             f.write(text)
             return

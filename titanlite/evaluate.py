@@ -18,7 +18,7 @@ from titanlite.config.amount import Interval
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.data.held_out import ValidationSequences
 from titanlite.losses import IGNORE
-from titanlite.metrics.meter import perplexity
+from titanlite.metrics.training import perplexity
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.progress import Progress
 from titanlite.runtime.runtime import Runtime
@@ -81,7 +81,21 @@ def validate(
     bytes_per_token: np.ndarray | None = None,
 ) -> dict[str, float]:
     """The metrics of a validation on `num_sequences` held-out sequences. `bytes_per_token`: of the tokenizer;
-    None: no bits per byte. Collective."""
+    None: no bits per byte. Collective.
+
+    Metrics:
+        eval/loss (nats per token): mean loss over the held-out sequences; with weights of validation sources
+            that differ, the mean of the sources' losses by weight
+        eval/perplexity: exp(`eval/loss`)
+        eval/bits_per_byte (bits per byte): the loss per byte of text ([below](#validation-by-source)); with
+            such weights, the mean of the sources' values by weight
+        eval/NAME/loss, eval/NAME/perplexity, eval/NAME/bits_per_byte: with several sources: the same of each
+            source ([below](#validation-by-source))
+        eval/ema_loss, eval/ema_perplexity: with `[ema]`: the same with the
+            [average of the weights](optimizers.md#averages-of-weights)
+        eval/tokens (tokens): number of targets of the validation that count
+        eval/sequences (sequences): number of sequences of the validation
+    """
     held_out = sequences.for_validation
     ranges = held_out.ranges(num_sequences)
     size = rt.batch.micro_batch_size

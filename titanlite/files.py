@@ -141,8 +141,8 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Make a directory completely or not at all. Yields an empty directory beside `path`, which is synced and
-    renamed to `path` when the body ends, and deleted if the body raises.
+    """Make a directory completely or not at all. Yields an empty directory next to `path`, which is synced
+    and renamed to `path` when the body ends, and deleted if the body raises.
 
     If another process makes `path` in the meantime, its directory is kept and this one is deleted. Leftovers
     of killed processes are deleted after a day."""

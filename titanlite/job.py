@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 # Importing these modules registers the components that ship with titanlite.
 import titanlite.attention.flash_attention_4
 import titanlite.data.stream_source
@@ -28,8 +30,7 @@ import titanlite.optim.muon
 import titanlite.optim.piecewise
 import titanlite.optim.power
 import titanlite.tokenizers.bytes
-import titanlite.tokenizers.huggingface
-import titanlite.tokenizers.sentencepiece  # noqa: F401
+import titanlite.tokenizers.huggingface  # noqa: F401
 from titanlite.attention.auto import Auto
 from titanlite.attention.base import AttentionBackend
 from titanlite.checkpoint.commit import MANIFEST
@@ -48,7 +49,6 @@ from titanlite.evaluate import Validation
 from titanlite.generate import Generation
 from titanlite.log import tell
 from titanlite.losses import ChunkedCrossEntropy, Loss
-from titanlite.mesh import Parallelism
 from titanlite.metrics.guard import Guard
 from titanlite.metrics.meter import Metrics
 from titanlite.metrics.profiling import Profiling
@@ -65,6 +65,8 @@ from titanlite.parallel.compile import Compile
 from titanlite.parallel.expert_parallel import check_expert_parallel
 from titanlite.parallel.float8 import Float8
 from titanlite.parallel.pipeline_parallel import check_pipeline_parallel
+from titanlite.parallel.reshard import StepMemory
+from titanlite.parallelism import Parallelism
 from titanlite.runtime import environment
 from titanlite.runtime.process_group import Comm
 from titanlite.runtime.training import BatchLayout, Training
@@ -142,7 +144,7 @@ class Job:
         module of one of its sections. Raises ConfigError."""
         training, parallelism = self.training, self.parallelism
         degrees = parallelism.degrees(world_size)
-        batch = BatchLayout.of(training, degrees.data_parallel)
+        batch = BatchLayout.from_training(training, degrees.data_parallel)
         self.model.check_tensor_parallel(degrees.tp)
         self.model.check_pipeline_parallel(degrees.pp)
         check_expert_parallel(parallelism, degrees, self.model)
@@ -197,6 +199,27 @@ class Job:
         self.lora.apply(net, self.parallelism.pipeline_parallel_degree > 1)
         return net
 
+    def step_memory(self, num_ranks: int, param_dtype: torch.dtype) -> StepMemory:
+        """The settings that decide the memory of a step on `num_ranks` ranks."""
+        degrees, training = self.parallelism.degrees(num_ranks), self.training
+        batch = BatchLayout.from_training(training, degrees.data_parallel)
+        largest = max(self.batch_sizes(batch.global_size).values())
+        return StepMemory(
+            net=self.build_on_meta(),
+            optimizer=self.optimizer,
+            loss=self.loss,
+            attention=self.attention,
+            activation_checkpoint=self.activation_checkpoint,
+            parallelism=self.parallelism,
+            degrees=degrees,
+            param_dtype=param_dtype,
+            compiled=self.compile.enable,
+            has_average=self.ema.enable,
+            cpu_offload=training.enable_cpu_offload,
+            tokens=training.local_batch_size * training.seq_len // degrees.cp,
+            accumulates=batch.num_micro_batches(largest) > 1,
+        )
+
     def amounts(self) -> dict[str, Amount]:
         """The amounts of training, such as "4B tokens", that are not numbers of steps or sequences yet, by
         their keys."""
@@ -208,7 +231,7 @@ class Job:
         sources together, is None; so do all amounts of a job with stages that end after epochs. Raises
         ConfigError for amounts of less than one step and, once all are known, for numbers of steps that do
         not fit together."""
-        batch = BatchLayout.of(self.training, self.parallelism.degrees(world_size).data_parallel)
+        batch = BatchLayout.from_training(self.training, self.parallelism.degrees(world_size).data_parallel)
         units = {amount.unit for amount in self.amounts().values()}
         net = self.model.build_on_meta() if "tokens/parameter" in units else None
         conversion = Conversion(
@@ -321,7 +344,7 @@ def load_job(
     import_components(tree, locator, allow_imports)
     job = toml.build(Job, tree, locator)
     # The launcher tells it for its ranks.
-    if environment.launcher_pid() is None and environment.global_rank() == 0:
+    if environment.launcher_pid() is None and environment.place().rank == 0:
         for line in locator.left_out:
             _tell_once(line)
     try:

@@ -5,6 +5,7 @@ By default rank 0 reports progress, and every rank reports warnings and errors.
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 import sys
@@ -41,9 +42,19 @@ def printable(text: object) -> str:
     return UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], str(text))
 
 
-def for_terminal(text: str) -> str:
-    """The text for standard output: made printable for a terminal, unchanged for a file or a pipe."""
-    return printable(text) if sys.stdout.isatty() else text
+class Terminal(io.TextIOWrapper):
+    """Standard output to a terminal: writes text made printable."""
+
+    def write(self, text: str) -> int:
+        return super().write(printable(text))
+
+
+def protect_terminal() -> None:
+    """Make all text that is printed to standard output printable, if that is a terminal. Files and pipes get
+    the text unchanged."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.isatty():
+        encoding, errors = sys.stdout.encoding, sys.stdout.errors
+        sys.stdout = Terminal(sys.stdout.detach(), encoding, errors, line_buffering=True)
 
 
 def tell(message: object) -> None:

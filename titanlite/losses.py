@@ -82,6 +82,11 @@ class Loss(Component, makes=(Callable,)):  # type: ignore[arg-type]
         rank's shard of the vocabulary.
         """
 
+    def num_chunks(self, tokens: int) -> int:
+        """The number of chunks of `tokens` tokens whose gradients the forward computes, one chunk's logits at
+        a time. 0, the default: the logits of all tokens are kept for the backward."""
+        return 0
+
     @property
     def auxiliary_losses(self) -> tuple[str, ...]:
         """Names of losses that are minimised together with the token losses but reported beside them, as

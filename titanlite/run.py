@@ -3,10 +3,9 @@ checkpoints, and the end of the run."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import TracebackType
 from typing import Any
@@ -17,7 +16,6 @@ import torch
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.state import TrainState
 from titanlite.config.component import ConfigError
-from titanlite.data.batch import Batch
 from titanlite.data.dataset import RunSequences
 from titanlite.data.loader import Loader
 from titanlite.data.skips import SkippedSequences
@@ -27,19 +25,23 @@ from titanlite.evaluate import score_tasks, validate
 from titanlite.generate import generate
 from titanlite.job import Job
 from titanlite.log import logger
+from titanlite.metrics.experts import ExpertMetrics
 from titanlite.metrics.guard import StepGuard
 from titanlite.metrics.hardware import Hardware
 from titanlite.metrics.memory import OutOfMemory, explain, is_out_of_memory, phase
 from titanlite.metrics.meter import Meter
-from titanlite.metrics.parameters import ParameterStatistics
+from titanlite.metrics.metric import MeasuredRun, OpenMetric, StepResult
+from titanlite.metrics.parameters import ParameterMetrics, ParameterStatistics
+from titanlite.metrics.probe import ProbeMetrics
 from titanlite.metrics.profiling import Profiler
 from titanlite.metrics.sinks.console import task_accuracies
 from titanlite.metrics.slow_ranks import SlowRanks
-from titanlite.metrics.token_statistics import PrecisionWarning, TokenStatistics
+from titanlite.metrics.step_times import StepTimes
+from titanlite.metrics.token_metrics import TokenMetrics
+from titanlite.metrics.token_statistics import TokenStatistics
+from titanlite.metrics.training import CompileMetrics, ModelMetrics, TrainingMetrics
 from titanlite.optim.ema import WeightAverage
-from titanlite.parallel.clip import Clipper, GradNorms
-from titanlite.parallel.compile import Compilations
-from titanlite.parallel.probe import probe_metrics
+from titanlite.parallel.clip import Clipper
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.runtime.runtime import Runtime
 from titanlite.runtime.signals import Stopped, StopRequests
@@ -69,16 +71,10 @@ class Run:
     checkpoints: Checkpointer
     meter: Meter
     guard: StepGuard
-    compilations: Compilations = field(default_factory=Compilations)
-    precision_warning: PrecisionWarning = field(default_factory=PrecisionWarning)
-    slow_ranks: SlowRanks = field(init=False)
-    hardware: Hardware = field(init=False)
-    parameters: ParameterStatistics = field(init=False)
+    metrics: list[OpenMetric] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.slow_ranks = SlowRanks(self.rt)
-        self.hardware = Hardware(self.rt)
-        self.parameters = ParameterStatistics(self.model.net, self.optimizer, self.job.optimizer, self.rt)
+        self.metrics = self.open_metrics()
 
     def __enter__(self) -> Run:
         return self
@@ -241,32 +237,44 @@ class Run:
                 self.model.net, self.optimizer, self.state, self.extra_state(), self.average
             )
 
-    def metrics(
-        self,
-        first_sequence: int,
-        num_targets: torch.Tensor,
-        loss: torch.Tensor,
-        norm: torch.Tensor,
-        micro_batches: Sequence[Batch],
-    ) -> dict[str, Any]:
-        """The metrics of a step, without the times that the meter adds. Waits for the device. Collective."""
-        seq_len, targets = self.job.training.seq_len, int(num_targets)
-        return {
-            "train/loss": loss.item() if targets else math.nan,
-            "train/targets": targets,
-            "train/grad_norm": norm.item(),
-            "train/skipped_steps": self.guard.skipped_steps(),
-            "train/learning_rate": self.job.learning_rate(self.stages, self.state.step, first_sequence),
-            "progress/total_tokens": int(self.state.tokens),
-            "progress/sequences": self.state.num_sequences,
-            "progress/remaining_tokens": (self.last_sequence() - self.state.num_sequences) * seq_len,
-            "data/batch_sha": self.rt.sum_u64(sum(batch.hash for batch in micro_batches)),
-            **self.data_metrics(),
-            **self.model_metrics(),
-            **self.expert_metrics(),
-            **self.compilations.since_last(),
-            **self.slow_ranks.report(self.rt.clock),
-        }
+    def open_metrics(self) -> list[OpenMetric]:
+        """The metrics of the run: those that are always on, and the ones that [[metrics.extra]] adds.
+        Collective."""
+        job, rt, model, state, sinks = self.job, self.rt, self.model, self.state, self.meter.sinks
+        probe_is_due = partial(job.metrics.probe_is_due, last_step=job.training.steps)
+        statistics = ParameterStatistics(model.net, self.optimizer, job.optimizer, rt)
+        loads = model.expert_loads
+        extra = MeasuredRun(model=model, optimizer=self.optimizer, rt=rt, tokenizer=self.tokenizer)
+        return [
+            TrainingMetrics(
+                state, self.guard, rt, partial(job.learning_rate, self.stages), self.remaining_tokens
+            ),
+            ModelMetrics(model, rt),
+            ExpertMetrics(loads, sinks),
+            CompileMetrics(),
+            SlowRanks(rt),
+            ParameterMetrics(statistics, self.clipper, sinks, rt),
+            TokenMetrics(rt),
+            StepTimes(rt),
+            Hardware(rt),
+            ProbeMetrics(model, sinks, probe_is_due, self.meter.untimed),
+            *(metric.build(extra) for metric in job.metrics.extra),
+        ]
+
+    def measure(self, step: StepResult) -> dict[str, Any]:
+        """The values of all metrics in a step. Raises ConfigError if two metrics report under one name. Waits
+        for the device. Collective."""
+        values = dict[str, Any]()
+        for metric in self.metrics:
+            new = metric.measure(step)
+            if both := values.keys() & new.keys():
+                raise ConfigError(f"two metrics report the name {min(both)!r}", "metrics.extra")
+            values |= new
+        return values
+
+    def remaining_tokens(self) -> int:
+        """Tokens of the sequences that the run has left."""
+        return (self.last_sequence() - self.state.num_sequences) * self.job.training.seq_len
 
     def token_statistics(self, step_size: StepSize) -> TokenStatistics | None:
         """Empty statistics of the step's token losses, which forward_backward fills; None if the step has no
@@ -280,70 +288,6 @@ class Run:
             is_cross_entropy=self.job.loss.is_cross_entropy,
             device=self.rt.device,
         )
-
-    def detail_metrics(
-        self,
-        step_size: StepSize,
-        norms: GradNorms,
-        applied: torch.Tensor,
-        loss: torch.Tensor,
-        token_statistics: TokenStatistics,
-    ) -> dict[str, Any]:
-        """The additional metrics of a step with a detailed report. Waits for the device. Collective.
-
-        `norms`: of the step's gradients. `applied`: bool scalar, False if the step was skipped. `loss`: of
-        the step."""
-        return {
-            **self.parameter_metrics(step_size.global_batch_size, norms, applied),
-            **self.token_metrics(loss, token_statistics),
-            **self.meter.breakdown(),
-            **self.hardware.metrics(),
-        }
-
-    def parameter_metrics(self, batch_size: int, norms: GradNorms, applied: torch.Tensor) -> dict[str, Any]:
-        """Norms, update ratios, clipping and the gradient noise scale; the sinks get the norms of every
-        parameter. Arguments: see detail_metrics. Waits for the device. Collective."""
-        grad_norms = dict(zip(norms.names, norms.norms.tolist()))
-        parameters = self.parameters.measure(grad_norms, applied=bool(applied))
-        self.meter.sinks.table(self.state.step, "parameters", parameters.table())
-        values = parameters.metrics(batch_size)
-        if self.clipper.num_clipped is not None:
-            num_clipped, num = self.rt.sum_scalars(self.clipper.num_clipped, torch.tensor(len(norms.names)))
-            values["train/clipped_tensors"] = (num_clipped / num).item()
-        return values
-
-    def token_metrics(self, loss: torch.Tensor, statistics: TokenStatistics) -> dict[str, float]:
-        """The metrics of a step's token losses. Warns if the loss is computed in too low precision."""
-        # All ranks along `tp` have the same tokens, which count once.
-        sums = statistics.sums if self.rt.mesh.is_tp_leader else torch.zeros_like(statistics.sums)
-        sums, maxima = self.rt.sum(sums).cpu().double(), self.rt.max(statistics.maxima).cpu()
-        difference = statistics.difference(sums, loss.item())
-        if difference is not None and self.rt.rank == 0:
-            self.precision_warning.check(self.state.step, difference)
-        return statistics.metrics(sums, maxima, loss.item())
-
-    def data_metrics(self) -> dict[str, int]:
-        """The number of sequences skipped so far, if the run skips any for good."""
-        skipped = self.state.skipped
-        return {"data/skipped_sequences": skipped.below(self.state.num_sequences).count()} if skipped else {}
-
-    def model_metrics(self) -> dict[str, float]:
-        """The model's auxiliary losses and statistics in this step. Waits for the device. Collective."""
-        shares = {f"train/{name}": value for name, value in self.model.auxiliary_losses.items()}
-        for name, value in self.model.net.statistics().items():
-            shares[f"model/{name}"] = value / self.rt.world_size
-        sums = self.rt.sum_scalars(*shares.values()) if shares else ()
-        return {key: value.item() for key, value in zip(shares, sums)}
-
-    def expert_metrics(self) -> dict[str, float]:
-        """How evenly the experts were loaded in this step, if the model has experts; a detailed report has
-        the table of their loads, too. Waits for the device."""
-        loads = self.model.settings.expert_loads
-        if loads is None or not (metrics := loads.metrics()):
-            return {}
-        if self.job.metrics.detail_is_due(self.state.step, self.job.training.steps):
-            self.meter.sinks.table(self.state.step, "expert_loads", {"tokens": loads.table()})
-        return metrics
 
     def extra_state(self) -> dict[str, Any]:
         """The entries of train.json besides those of TrainState. Waits for the device."""
@@ -399,16 +343,6 @@ class Run:
     def bytes_per_token(self) -> np.ndarray | None:
         """The tokenizer's bytes_per_token, for validation."""
         return self.tokenizer.bytes_per_token()
-
-    def probe(self, batch: Batch) -> dict[str, Any]:
-        """If a probe is due, its metrics with one micro-batch; its table goes to probe.jsonl. Otherwise {}.
-        Collective."""
-        if not self.job.metrics.probe_is_due(self.state.step, self.job.training.steps):
-            return {}
-        with self.meter.untimed("time/probe_s"):
-            blocks = self.model.probe(batch)
-        self.meter.sinks.table(self.state.step, "probe", {"blocks": [asdict(block) for block in blocks]})
-        return probe_metrics(blocks)
 
     def sample(self, keep: bool = True) -> None:
         """Log a sample for each prompt and, with `keep`, append it to samples.txt. Collective."""

@@ -34,13 +34,12 @@ from titanlite.interop.formats import locate_base
 from titanlite.interop.initial import check_initial, load_base, load_initial
 from titanlite.interop.weights import ModelAndTokenizer
 from titanlite.job import TOKENIZER, Job, build_tokenizer
-from titanlite.lab.planned import planned_run
-from titanlite.lab.reshard import resolve_reshard
 from titanlite.log import logger
 from titanlite.metrics.meter import Meter, StepCost
 from titanlite.metrics.sinks.base import RunInfo, Sinks
 from titanlite.models.base import Decoder
-from titanlite.parallel.apply import ParallelSettings
+from titanlite.parallel.settings import ParallelSettings
+from titanlite.parallelism import Parallelism
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, environment
 from titanlite.runtime.training import BatchLayout
@@ -76,9 +75,8 @@ def check_device(
 
 def parallel_settings(job: Job, rt: Runtime, attention: AttentionBackend) -> ParallelSettings:
     """The settings that decide how the model is sharded and run. Collective."""
-    make_run = partial(planned_run, job, rt.world_size, rt.param_dtype)
     return ParallelSettings(
-        parallelism=resolve_reshard(job.parallelism, rt, make_run),
+        parallelism=_resolve_reshard(job, rt),
         attention=attention,
         activation_checkpoint=job.activation_checkpoint,
         compile=job.compile,
@@ -89,6 +87,21 @@ def parallel_settings(job: Job, rt: Runtime, attention: AttentionBackend) -> Par
         cpu_offload=job.training.enable_cpu_offload,
         clock=rt.clock,
     )
+
+
+def _resolve_reshard(job: Job, rt: Runtime) -> Parallelism:
+    """The section [parallelism] with "always" or "never" for a fsdp_reshard_after_forward of "default", and a
+    line in the log. Unchanged on a CPU and without FSDP. Collective: all ranks decide by the memory of the
+    smallest GPU."""
+    is_sharded_on_gpus = rt.device.type == "cuda" and rt.mesh.device_mesh is not None
+    if job.parallelism.fsdp_reshard_after_forward != "default" or not is_sharded_on_gpus:
+        return job.parallelism
+    frees, reason = job.step_memory(rt.world_size, rt.param_dtype).reshard(rt.smallest_memory())
+    action = (
+        "frees gathered weights after the forward" if frees else "keeps gathered weights for the backward"
+    )
+    logger.info(f"FSDP {action}: {reason}")
+    return replace(job.parallelism, fsdp_reshard_after_forward="always" if frees else "never")
 
 
 def open_tokenizer(job: Job) -> Tokenizer:
@@ -323,7 +336,7 @@ def open_stages(
     stages, whose weights the sources get, and `about` with the lines of `about_steps` added. Raises
     ConfigError for numbers of steps that do not fit together."""
     resolved = job.resolved(ranks, sequences.epoch_sequences)
-    batch = BatchLayout.of(job.training, job.parallelism.degrees(ranks).data_parallel)
+    batch = BatchLayout.from_training(job.training, job.parallelism.degrees(ranks).data_parallel)
     sequences.layout = LoaderLayout(batch.num_ranks, job.data.num_workers, batch.micro_batch_size)
     stages = resolved.open_stages(batch.global_size)
     weights = [stage.weights_of(short_names(job.data.sources)) for stage in stages.stages]

@@ -21,6 +21,7 @@ from titanlite.job import Job, load_job
 from titanlite.log import logger
 from titanlite.metrics.guard import StepGuard
 from titanlite.metrics.memory import building
+from titanlite.metrics.metric import StepResult
 from titanlite.metrics.profiling import Profiler
 from titanlite.optim.base import guarded_step, set_lr
 from titanlite.optim.ema import WeightAverage
@@ -141,8 +142,8 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         set_lr(optimizer, run.stages.lr_factor(state.step, first_sequence))
         num_targets = rt.count(sum(batch.num_targets for batch in micro_batches))
         vote = rt.vote(requests.stop, requests.take_save_request(), checkpoints.failed)
-        token_statistics = run.token_statistics(step_size)  # None without a detailed report
-        loss = model.forward_backward(micro_batches, num_targets, token_statistics)
+        details = run.token_statistics(step_size)  # None without a detailed report
+        loss = model.forward_backward(micro_batches, num_targets, details)
         rt.clock.enter("optimizer")
         norms = grad_norms(model.net, rt.mesh.pp)
         loss, *sums = rt.sum_scalars(loss, *guard.summands(norms.total))
@@ -170,11 +171,10 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
             run.sample()
         stop, save_now, save_failed = vote.result()  # true on all ranks if true on any
         if evaluation or stop or num_steps == 1 or job.metrics.is_due(state.step, last_step):
-            metrics = run.metrics(first_sequence, num_targets, loss, norms.total, micro_batches)
-            if token_statistics is not None:
-                metrics |= run.detail_metrics(step_size, norms, apply, loss, token_statistics)
-            metrics |= run.probe(micro_batches[0])  # {} unless a probe is due
-            meter.report(state.step, metrics | evaluation)
+            result = StepResult(
+                state.step, step_size, first_sequence, micro_batches, num_targets, loss, norms, apply, details
+            )
+            meter.report(state.step, run.measure(result) | evaluation)
         if save_failed:
             checkpoints.check_save()
         if checkpoints.due(state.step, last_step, stop or save_now, guard.in_streak):

@@ -82,6 +82,7 @@ def test_one_epoch_is_within_max_epochs(one_epoch: tuple[Path, list[str]], corpu
         train(make_job(folder, corpus, *overrides, "--training.steps=1.1 epochs"))
 
 
+@pytest.mark.full
 def test_a_resume_converts_the_amounts_anew(
     one_epoch: tuple[Path, list[str]], corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,6 +103,7 @@ def state(job: Job) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sampled(RUNS, {"FSDP 2"}))
 def test_weights_after_five_steps_are_those_of_one_process(
     run_on, name: str, tmp_path: Path, corpus: Path

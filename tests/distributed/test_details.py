@@ -83,6 +83,7 @@ def assert_equal(job: Job, alone: Job) -> None:
     assert any(0 < line["train/clipped_tensors"] < 1 for line in metrics_of(alone)), "tests no mixture"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*list(LAYOUTS)[:1], *map(full, list(LAYOUTS)[1:])])
 def test_details_and_clipping_by_tensor_are_those_of_one_process(
     tmp_path: Path, corpus: Path, run_on: Callable[..., Any], name: str

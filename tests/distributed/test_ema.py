@@ -63,6 +63,7 @@ def start(run_on: Callable[..., Any], folder: Path, corpus: Path, ranks: int, *r
         run_on(ranks, on_rank, folder, corpus, ranks, *rest)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name if name in DEFAULT_TIER else full(name) for name in LAYOUTS])
 def test_the_average_equals_one_kept_by_hand(
     tmp_path: Path, corpus: Path, run_on: Callable[..., Any], name: str
@@ -104,6 +105,7 @@ def test_the_average_and_its_validation_change_nothing_about_training(
     assert sha_of(plain.folder, "ema") == nothing != sha_of(averaged.folder, "ema")
 
 
+@pytest.mark.full
 def test_control_weights_that_are_not_put_back_are_noticed(tmp_path: Path, corpus: Path) -> None:
     @contextmanager
     def only_there(average: WeightAverage) -> Iterator[None]:

@@ -23,7 +23,7 @@ from titanlite.models.moe import Router
 from titanlite.parallel import expert_parallel, tensor_parallel
 from titanlite.train import train
 
-STEPS = 5
+STEPS = 3
 MODEL = [
     "--model.name=qwen3_moe", "--model.overrides.n_experts=8", "--model.overrides.n_experts_per_token=2",
     "--model.overrides.moe_hidden_dim=16", *MASKED,

@@ -220,6 +220,7 @@ def test_a_run_resumes_to_the_bit(tmp_path: Path, corpus: Path, family: str) -> 
     assert losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

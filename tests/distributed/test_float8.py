@@ -45,6 +45,7 @@ def all_gradients_on_rank() -> list[dict[str, torch.Tensor]]:
     return [gradients_on_rank(*case) for case in cases]
 
 
+@pytest.mark.full
 def test_gathering_in_8_bits_changes_no_number(run_on) -> None:
     plain, reference, *others = run_on(2, all_gradients_on_rank)[0]
     assert any(not torch.equal(reference[name], plain[name]) for name in plain), "float8 is not in use"
@@ -81,6 +82,7 @@ def tensor_parallel_gradients_on_rank(sends: bool) -> tuple[dict[str, torch.Tens
     return gradients(2, torch.distributed.get_rank(), 1, **layout), set(sent)
 
 
+@pytest.mark.full
 def test_tensor_parallel_that_sends_8_bits_changes_no_number(run_on) -> None:
     (reference, none), (actual, sent) = (
         run_on(2, tensor_parallel_gradients_on_rank, sends)[0] for sends in (False, True)

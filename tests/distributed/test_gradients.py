@@ -17,7 +17,7 @@ from titanlite.config.component import ConfigError
 from titanlite.data.batch import IGNORE, Batch
 from titanlite.models import decoder, llama3, qwen3  # noqa: F401 -- two of these register their families
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel import apply, tensor_parallel
+from titanlite.parallel import sharded_model, tensor_parallel
 
 SPLITS = [(1, 4, 1), (4, 1, 1), (2, 2, 1), (4, 2, 2), (4, 1, 4)]  # ranks, micro-batches, replicas
 LAYOUTS = ({}, {"tied": False}, {"reduce": "micro_batch"})
@@ -84,6 +84,7 @@ def test_gradient_is_the_same_with_tensor_and_context_parallel(run_on, world_siz
         assert torch.allclose(split[name], value, rtol=1e-4, atol=1e-7), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [
@@ -107,6 +108,7 @@ def test_a_z_loss_is_the_same_on_every_layout(run_on, layout) -> None:
 SCALES = {"residual_scale": 0.3, "attention_scale": 1.7, "logit_scale": 0.6, "matrix_init_std": 0.05}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [
@@ -137,13 +139,13 @@ def broken_on_rank(missing_sum: str) -> dict[str, torch.Tensor]:
         if missing_sum == "loss":
             shard = tensor_parallel.vocabulary_shard
             broken = lambda *args: replace(shard(*args), all_reduce_sum=lambda x: x)  # noqa: E731
-            patch.setattr(apply, "vocabulary_shard", broken)
+            patch.setattr(sharded_model, "vocabulary_shard", broken)
         else:
             patch.setattr(tensor_parallel, "Partial", Replicate)
         return gradients(2, torch.distributed.get_rank(), 1, tp=2)
 
 
-@pytest.mark.parametrize("missing_sum", ["loss", "hidden states"])
+@pytest.mark.parametrize("missing_sum", ["loss", full("hidden states")])
 def test_control_a_missing_sum_is_noticed(run_on, missing_sum: str) -> None:
     whole, broken = gradients(1, 0, 1), run_on(2, broken_on_rank, missing_sum)[0]
     assert not all(torch.allclose(broken[name], whole[name], rtol=1e-4, atol=1e-7) for name in whole)

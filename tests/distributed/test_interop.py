@@ -71,6 +71,7 @@ def test_in_and_out_of_a_layout_is_bit_equal(tmp_path: Path, corpus: Path, run_o
     assert all(torch.equal(again[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("source", "layout"),
     [
@@ -147,6 +148,7 @@ def load_on_rank(run: Path, fails: bool) -> tuple[str, torch.Tensor]:
     return "", net.get_parameter("model.norm.weight").detach()
 
 
+@pytest.mark.full
 def test_all_ranks_read_one_step_and_hear_of_any_error(tmp_path: Path, corpus: Path, run_on) -> None:
     train(make_job(tmp_path, corpus, "--training.steps=2", "--checkpoint.interval=1"))
     run = tmp_path / "run"

@@ -128,6 +128,7 @@ def documented(text: str) -> str:
     return f"{before}{BEGIN}\n{text}{END}{rest.split(END)[1]}"
 
 
+@pytest.mark.full
 def test_the_table_is_what_job_check_says(runs: Runs) -> None:
     said = table({pair: verdict(runs.folder, runs.corpus, pair) for pair in PAIRS})
     assert DOCUMENT.read_text(encoding="utf-8") == documented(said), f"{DOCUMENT.name} is old: --update"

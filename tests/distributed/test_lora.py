@@ -144,6 +144,7 @@ def adapters_of(job: Job, step: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.full
 def test_a_run_resumes_to_the_bit(tmp_path: Path, corpus: Path, base: Path) -> None:
     whole = run_in_hops(tmp_path, corpus, [8], *keys_of(base), name="whole")
     hops = run_in_hops(tmp_path, corpus, [3, 8], *keys_of(base), name="hops")

@@ -120,6 +120,7 @@ def largest_errors(folder: Path, corpus: Path, world_size: int, keys: list[str])
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sampled(RUNS, {"FSDP 2"}))
 def test_weights_after_five_steps_are_those_of_one_process(name: str, tmp_path: Path, corpus: Path) -> None:
     loss, weight = largest_errors(tmp_path, corpus, *RUNS[name])

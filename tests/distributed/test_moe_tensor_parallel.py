@@ -21,7 +21,7 @@ from titanlite.models.lora import LoRA
 from titanlite.parallel import tensor_parallel
 from titanlite.torch_compat import all_reduce
 
-STEPS = 5
+STEPS = 3
 FAMILIES = {
     "olmoe": {"hidden_dim": 0, "moe_hidden_dim": 16},
     "deepseek_v3": {

@@ -45,8 +45,7 @@ VARIANTS = {
 }
 CASES = [
     ("default", "fsdp 3"),
-    ("default", "fsdp 2 x tp 2"),
-    *(full("default", name) for name in LAYOUTS if name not in ("fsdp 3", "fsdp 2 x tp 2")),
+    *(full("default", name) for name in LAYOUTS if name != "fsdp 3"),
     *(full(variant, name) for variant in VARIANTS if variant != "default" for name in LAYOUTS),
 ]
 
@@ -147,6 +146,7 @@ def collectives_of_a_step(world_size: int, optimizer: Muon) -> tuple[dict[str, i
     return counts, len(built.ownership.buckets)  # type: ignore[attr-defined]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("normalize", "per_bucket"), [("none", 2), ("neuron", 4)])
 def test_a_step_has_two_collectives_per_bucket(
     run_on: Callable[..., Any], normalize: str, per_bucket: int
@@ -156,6 +156,7 @@ def test_a_step_has_two_collectives_per_bucket(
     assert sum(counts.values()) == per_bucket * num_buckets, counts
 
 
+@pytest.mark.full
 def test_the_owners_share_the_work(run_on: Callable[..., Any]) -> None:
     shares = run_on(4, numbers_of_orthogonalised, 4)
     assert sum(shares) == 14

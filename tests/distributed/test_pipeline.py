@@ -40,8 +40,8 @@ def assert_same(actual: dict[str, torch.Tensor], whole: dict[str, torch.Tensor])
 @pytest.mark.parametrize(
     ("degree", "schedule"),
     [
-        *((4, schedule) for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")),
-        *(full(4, schedule) for schedule in ("GPipe", "InterleavedZeroBubble")),
+        (4, "ZBVZeroBubble"),
+        *(full(4, schedule) for schedule in ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble")),
         *(full(2, schedule) for schedule in STAGES_PER_RANK),
     ],
 )
@@ -52,6 +52,7 @@ def test_gradient_is_the_same_in_a_pipeline(run_on, schedule: str, degree: int) 
     assert_same(union(by_rank), gradients(1, 0, 1, **UNTIED))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [
@@ -127,6 +128,7 @@ def left_in_bf16(world_size: int, layout: dict[str, Any]) -> list[tuple[int, int
     return counts
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", sampled(ZERO_BUBBLE, {"ZBVZeroBubble"}))
 def test_nothing_is_left_in_bf16_between_backwards_of_weights(run_on, schedule: str) -> None:
     layout = {"pp": 2, "schedule": schedule, "dtype": torch.bfloat16, **UNTIED}
@@ -151,6 +153,7 @@ def with_documents(world_size: int, layout: dict[str, Any]) -> dict[str, torch.T
     return {name: whole(p.grad) for name, p in model.net.named_parameters()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", [full("1F1B"), "Interleaved1F1B"])
 def test_a_micro_batch_keeps_its_mask(run_on, schedule: str) -> None:
     by_rank = run_on(2, with_documents, 2, {"pp": 2, "schedule": schedule, **UNTIED})
@@ -172,6 +175,7 @@ def forwards(world_size: int, layout: dict[str, Any]) -> tuple[torch.Tensor, tor
     return losses[0], losses[1], model.logits(batch.inputs[:1, :7])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", sampled(STAGES_PER_RANK, {"ZBVZeroBubble"}))
 def test_losses_and_logits_are_the_same(run_on, schedule: str) -> None:
     whole = forwards(1, UNTIED)

@@ -16,6 +16,7 @@ from tests.support.layouts import Part, combined
 from tests.support.probes import BLOCK, HEAD, probed, same
 from tests.support.runs import FOUR_MICRO_BATCHES, history
 from tests.support.tiers import full
+from titanlite.metrics.probe import probe_metrics
 from titanlite.parallel import probe
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.train import train
@@ -54,7 +55,7 @@ def test_a_layout_has_the_statistics_of_one_process(
     results = run_on(world_size, probed, world_size, with_documents, layout)
     assert all(result == results[0] for result in results)
     assert same(results[0], wanted)
-    metrics = probe.probe_metrics(results[0])
+    metrics = probe_metrics(results[0])
     assert metrics["probe/attention_logit_max_head"] == f"{BLOCK} head {HEAD}"
     assert metrics["probe/dead_units_pct_block"] == BLOCK
 

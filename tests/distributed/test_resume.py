@@ -173,6 +173,7 @@ def test_validation_is_the_same_number_on_any_ranks(
     assert one["eval/a.jsonl/loss"] != pytest.approx(one["eval/b.txt/loss"], abs=1e-3)  # control
 
 
+@pytest.mark.full
 def test_generate_reads_any_layout_and_a_copy(tmp_path: Path, corpus: Path, run_on, capsys) -> None:
     overrides = ["--training.steps=2", "--parallelism.data_parallel_replicate_degree=2"]
     run_on(2, train_on_rank, tmp_path, corpus, overrides, "hsdp", 2)
@@ -201,6 +202,7 @@ def refused_on_rank(folder: Path, corpus: Path, world_size: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.full
 def test_a_global_batch_that_follows_the_ranks_is_refused(tmp_path: Path, corpus: Path, run_on) -> None:
     train(make_job(tmp_path, corpus, "--training.global_batch_size=-1", "--training.steps=2", name="batch"))
     messages = run_on(2, refused_on_rank, tmp_path, corpus, 2)
@@ -350,6 +352,7 @@ def changes_on_rank(folder: Path, corpus: Path, overrides: list[str], size: int 
     return [line for line in lines if "changed since" in line or "change the learning rate" in line]
 
 
+@pytest.mark.full
 def test_what_changed_since_the_checkpoint_is_logged(tmp_path: Path, corpus: Path, run_on) -> None:
     first = ["--training.steps=4", "--lr_scheduler.total_steps=0"]
     assert changes_on_rank(tmp_path, corpus, first) == []

@@ -107,6 +107,7 @@ def test_control_ranges_that_are_lost_on_resume_are_noticed(
     assert [a == b for a, b in zip(history(hops), history(whole))] == [True, True, True, False]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", [((STEPS, 2),), full(((2, 4), (5, 1), (STEPS, 2)))], ids=str)
 def test_any_number_of_ranks_skips_the_same(
     whole: Job, tmp_path: Path, corpus: Path, run_on, path: tuple[tuple[int, int], ...]

@@ -41,6 +41,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
     return run_in_hops(tmp_path_factory.mktemp("whole"), corpus, [STEPS], *STAGED, name="whole")
 
 
+@pytest.mark.full
 def test_every_step_has_the_batch_and_the_rate_of_its_place(whole: Job) -> None:
     lines, sequences = metrics_of(whole), opened(whole)
     assert [line["progress/sequences"] for line in lines] == FIRSTS[1:]

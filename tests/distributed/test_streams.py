@@ -154,6 +154,7 @@ def test_a_changed_stream_is_refused(run: Path, corpus: Path, keys: list[str]) -
     assert "stages" not in str(e.value)
 
 
+@pytest.mark.full
 def test_damage_of_the_state_is_found(tmp_path: Path, corpus: Path, keys: list[str]) -> None:
     """The state is in train.json, whose hash the manifest has: the checkpoint before is used."""
     train_on_rank(tmp_path, corpus, [*keys, "--training.steps=8"], "run", 1)

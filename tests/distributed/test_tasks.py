@@ -75,6 +75,7 @@ def scores(world_size: int, layout: dict[str, Any]) -> np.ndarray:
     return score_tasks(model, [task], VOCAB_SIZE, 64, runtime)[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_has_the_scores_of_one_process(run_on: Callable[..., Any], name: str) -> None:
     world_size, layout = LAYOUTS[name]

@@ -58,5 +58,8 @@ class Lion(Optimizer, name="lion"):
     beta2: float = 0.99
     """Decay rate of the momentum."""
 
+    def state_bytes(self, parameter: torch.Tensor, rule: str) -> float:
+        return 4.0  # one moment in fp32
+
     def build(self, model: Decoder, mesh: Mesh) -> torch.optim.Optimizer:
         return LionOptimizer(self.groups(model), lr=self.lr, betas=(self.beta1, self.beta2))

@@ -54,6 +54,7 @@ def train_with_stand_in(*args: Any) -> None:
         train_on_rank(*args)
 
 
+@pytest.mark.full
 def test_runs_train_on_it(tmp_path: Path, corpus: Path, run_on: Any) -> None:
     keys = [*KEYS, f"--data.cache_dir={tmp_path}/cache"]
     for world_size in (1, 2):

@@ -18,6 +18,7 @@ from titanlite.tokenizers.tiktoken import Tiktoken
 SOURCE = ["--job.imports=['tests.examples.iterable_source']", "--training.steps=5"]
 
 
+@pytest.mark.full
 def test_runs_train_on_its_documents(tmp_path: Path, corpus: Path, run_on: Any) -> None:
     keys = [*SOURCE, "--data.sources=[{ name = 'sums', count = 300 }]", f"--data.cache_dir={tmp_path}/cache"]
     for world_size in (1, 2):

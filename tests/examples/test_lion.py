@@ -76,6 +76,7 @@ def test_it_learns_on_two_ranks_as_on_one(whole: Path, tmp_path: Path, corpus: P
     assert not [name for name in names if name.endswith("exp_avg_sq")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [(2, 1), full((1, 2))])
 def test_it_resumes_on_another_number_of_ranks(
     whole: Path, tmp_path: Path, corpus: Path, run_on: Any, ranks: tuple[int, int]
@@ -104,6 +105,7 @@ def test_a_run_changes_its_optimizer_and_back(
     assert "optimizer.model.norm.weight.exp_avg_sq" in names
 
 
+@pytest.mark.full
 def test_control_a_resume_without_the_momentum_is_noticed(
     whole: Path, tmp_path: Path, corpus: Path, run_on: Any
 ) -> None:

@@ -24,6 +24,7 @@ from tests.support import ranks
 from tests.support.checkpoints import EXTRA, Toy, names, open_run, sharded_toy
 from tests.support.jobs import make_job, metrics_of
 from tests.support.runs import history
+from tests.support.tiers import full
 from titanlite import cli
 from titanlite.checkpoint import commit, writer
 from titanlite.checkpoint.commit import CheckpointError
@@ -132,7 +133,7 @@ def test_every_flipped_bit_is_found(run: Path) -> None:
     assert reason_of(step) is None
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], *map(full, NAMES[1:])])
 def test_a_start_passes_over_flipped_bits(
     run: Path, values: dict[int, list[torch.Tensor]], name: str
 ) -> None:
@@ -286,6 +287,7 @@ def good(two: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str]
     return ranks.run(2, outcome_on_rank, run, {})[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [
@@ -313,6 +315,7 @@ def test_all_ranks_pass_over_what_one_of_them_found(
     assert errors[0][0] == "CheckpointError"
 
 
+@pytest.mark.full
 def test_two_ranks_share_what_one_wrote(
     saved: Path, tmp_path: Path, run_on: Callable[..., list[Any]]
 ) -> None:
@@ -339,6 +342,7 @@ def take_from_another_step(checkpoint: Path) -> None:
         shutil.copy(file, checkpoint / "step-2")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damage", [swap_rank_files, take_from_another_step])
 def test_shards_of_the_same_size_in_the_wrong_place(
     two: Path, tmp_path: Path, run_on: Callable[..., list[Any]], damage: Callable[[Path], None]
@@ -395,6 +399,7 @@ DAMAGES = {
 CHOSEN = ("flipped manifest", "old shard")  # that each kind is found is shown above, by shorter starts
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind", [kind if kind in CHOSEN else pytest.param(kind, marks=pytest.mark.full) for kind in DAMAGES]
 )
@@ -432,8 +437,13 @@ def test_a_run_of_damaged_checkpoints_ends(whole: dict[int, Job], tmp_path: Path
     assert history(job) == metrics
 
 
+@pytest.mark.full
 def test_damaged_files_for_people_do_not_stop_a_run(tmp_path: Path, corpus: Path) -> None:
-    options = ["--generation.prompts=['a']", "--generation.freq=2", "--metrics.enable_tensorboard"]
+    options = [
+        "--generation.prompts=['a']",
+        "--generation.freq=2",
+        "--metrics.sinks=[{name = 'tensorboard'}]",
+    ]
     train(make_job(tmp_path, corpus, "--training.steps=4", *options))
     folder = tmp_path / "run"
     for name in ("metrics.jsonl", "samples.txt"):

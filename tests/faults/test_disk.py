@@ -168,6 +168,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
     return job
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["async", pytest.param("disabled", marks=pytest.mark.full)])
 def test_a_run_on_a_disk_that_was_full_for_a_while(
     disk: Disk, whole: Job, corpus: Path, monkeypatch: pytest.MonkeyPatch, mode: str
@@ -211,7 +212,7 @@ def test_metrics_of_steps_on_a_full_disk_are_written_later(
     options = ["--training.steps=40", "--lr_scheduler.total_steps=40", "--checkpoint.interval=40"]
     options += ["--generation.freq=5", '--generation.prompts=["a"]', "--generation.max_new_tokens=200"]
     options += ["--model.overrides.n_layers=1", "--training.seq_len=8", "--data.holdout_sequences=0"]
-    job = make_job(disk.path, corpus, *options, "--metrics.enable_tensorboard")
+    job = make_job(disk.path, corpus, *options, "--metrics.sinks=[{name = 'tensorboard'}]")
     assert train(job) == 0
     assert [values["step"] for values in metrics_of(job)] == steps
     events = EventAccumulator(str(job.folder / "tb"))
@@ -223,6 +224,7 @@ def test_metrics_of_steps_on_a_full_disk_are_written_later(
     assert sum("can be written again" in line for line in log) == 3, log
 
 
+@pytest.mark.full
 def test_a_run_on_a_full_disk_ends_and_goes_on_later(
     disk: Disk, whole: Job, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +381,7 @@ def save_on_rank(folder: Path, broken: int) -> list[str]:
     return seen
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("broken", [0, 1])
 def test_an_error_of_one_rank_is_that_of_all(
     tmp_path: Path, run_on: Callable[..., list[Any]], broken: int
@@ -531,7 +534,12 @@ def test_few_inodes_are_one_line(tmp_path: Path, corpus: Path, capsys: pytest.Ca
         pytest.skip(f"needs root and Linux: {e}")
     try:
         where = [f"--job.dump_folder={path / 'run'}", f"--data.cache_dir={corpus / 'cache'}"]
-        start = [write_toml(tmp_path, corpus), *where, "--training.steps=1", "--metrics.enable_tensorboard"]
+        start = [
+            write_toml(tmp_path, corpus),
+            *where,
+            "--training.steps=1",
+            "--metrics.sinks=[{name = 'tensorboard'}]",
+        ]
         capsys.readouterr()
         assert cli.run(["train", *map(str, start)]) in (2, 3)
         assert "Traceback" not in capsys.readouterr().err

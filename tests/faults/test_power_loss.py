@@ -169,6 +169,7 @@ def branch_of(run: Path, step: int) -> int | None:
     return read_train(run / f"checkpoint/step-{step}").get("branch")
 
 
+@pytest.mark.full
 def test_a_rewind(tmp_path: Path, values: Values) -> None:
     """No checkpoint that is archived is lost, nor its keep file, and the branch resumes from its newest
     step."""
@@ -203,6 +204,7 @@ def test_a_rewind(tmp_path: Path, values: Values) -> None:
 # ---- a start: cleaning up, quarantine, a restart
 
 
+@pytest.mark.full
 def test_a_start_that_cleans_up_and_quarantines_damaged_checkpoints(tmp_path: Path, values: Values) -> None:
     """Damaged checkpoints are never lost, and no undamaged one is quarantined."""
     root, there = tmp_path / "root", tmp_path / "root/run/checkpoint"
@@ -243,6 +245,7 @@ def test_a_start_that_cleans_up_and_quarantines_damaged_checkpoints(tmp_path: Pa
     assert (count > 40, starts > 10) == (True, True), f"{count} states, {starts} of them started from"
 
 
+@pytest.mark.full
 def test_a_restart(tmp_path: Path, values: Values) -> None:
     """A new run in the folder of an earlier run: the earlier checkpoints are archived once, and none is
     lost."""
@@ -311,6 +314,7 @@ def test_control_a_rename_before_the_sync_is_found(tmp_path: Path, monkeypatch: 
     assert_found(record_saves(tmp_path / "root", last=1), tmp_path, "is missing|manifest")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("renames", [False, True], ids=["no rename", "no sync"])
 def test_control_a_deletion_that_is_not_hidden_first_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: bool

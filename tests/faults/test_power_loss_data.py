@@ -124,6 +124,7 @@ def stop(*_: Any) -> None:
     raise Stop
 
 
+@pytest.mark.full
 @SAMPLE
 def test_prepare_over_the_work_for_other_options(
     raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
@@ -160,6 +161,7 @@ def test_the_cache_of_a_text_source(raw: Path, tmp_path: Path) -> None:
     check_dataset(recording, tmp_path, name, again, 20, whole)
 
 
+@pytest.mark.full
 def test_control_a_marker_before_its_files_is_found(raw: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()
@@ -237,6 +239,7 @@ def job_in(folder: Path, trained: Path) -> Any:
     return make_job(folder, trained / "corpus", *every)
 
 
+@pytest.mark.full
 def test_the_export_verb(trained: Path, tmp_path: Path) -> None:
     """The directory is absent or complete, and complete once the command has reported it."""
     root = tmp_path / "root"

@@ -269,6 +269,7 @@ def test_one_rank_is_told(whole: Job, tmp_path: Path, corpus: Path, name: str) -
     assert_same(runs.job, whole)
 
 
+@pytest.mark.full
 def test_a_save_in_flight_becomes_whole_and_so_does_the_step_that_was_reached(
     whole: Job, tmp_path: Path, corpus: Path
 ) -> None:
@@ -292,6 +293,7 @@ def test_a_whole_process_group_is_told(whole: Job, tmp_path: Path, corpus: Path)
     assert_same(runs.job, whole)
 
 
+@pytest.mark.full
 def test_sigusr2_saves_and_goes_on(whole: Job, tmp_path: Path, corpus: Path) -> None:
     runs = Runs(tmp_path, corpus)
     assert runs(Event("loading", 3, "SIGUSR2"), Event("accumulating", 10, "SIGUSR2")) == [0, 0], runs.log
@@ -343,6 +345,7 @@ EARLY = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sampled(EARLY, {"tokenising"}))
 def test_before_the_first_step_the_rank_that_is_told_ends(whole: Job, tmp_path: Path, name: str) -> None:
     """The other ranks end later: the launcher reports the exit code of the rank that ends first."""

@@ -73,6 +73,7 @@ def whole(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory, corpus: Pa
     return results
 
 
+@pytest.mark.full
 def test_one_rank_that_is_told_to_stop_saves_its_last_finished_step(
     trainer: Trainer, tmp_path: Path, corpus: Path, whole: dict[int, Any]
 ) -> None:

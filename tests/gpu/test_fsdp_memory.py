@@ -12,10 +12,12 @@ import torch
 from tests.support.gpu import on_two_gpus
 from titanlite.data.batch import Batch
 from titanlite.losses import CrossEntropy
-from titanlite.mesh import Parallelism, build_mesh
+from titanlite.mesh import build_mesh
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel import fsdp
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
+from titanlite.parallel.settings import ParallelSettings
+from titanlite.parallelism import Parallelism
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.gpu import column, on_two_gpus, reference, run
 from tests.support.optimizer_layouts import LR, assert_equal, set_gradients_of
-from titanlite.mesh import ALONE, Mesh, Parallelism, build_mesh
+from titanlite.mesh import ALONE, Mesh, build_mesh
 from titanlite.models.base import Decoder
 from titanlite.models.llama3 import Llama3
 from titanlite.optim.base import guarded_step
@@ -19,6 +19,7 @@ from titanlite.optim.muon import Muon
 from titanlite.optim.orthogonalize import coefficients_of, orthogonalize
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.initialize import fill_normal
+from titanlite.parallelism import Parallelism
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

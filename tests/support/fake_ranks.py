@@ -1,12 +1,17 @@
-"""Ranks of which only one exists, for metrics that compare ranks."""
+"""Ranks of which only one exists, and results of steps, for metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+
+from titanlite.data.step_sizes import StepSize
+from titanlite.metrics.metric import StepResult
+from titanlite.parallel.clip import GradNorms
+from titanlite.step_clock import StepClock
 
 
 @dataclass
@@ -18,6 +23,7 @@ class FakeRanks:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     floats: Callable[[], list[list[float]]] | None = None
     values: Sequence[Any] | None = None
+    clock: Any = field(default_factory=lambda: StepClock(torch.device("cpu")))
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """`value`: the only summand."""
@@ -30,3 +36,18 @@ class FakeRanks:
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """The numbers of all ranks."""
         return [list(values)] if self.floats is None else self.floats()
+
+
+ONE = torch.ones(())
+STEP = StepResult(
+    step=1,
+    size=StepSize(0, 10),
+    first_sequence=0,
+    micro_batches=[],
+    num_targets=ONE.long(),
+    loss=ONE,
+    grad_norms=GradNorms(ONE, [], ONE[None][:0]),
+    applied=ONE.bool(),
+    token_statistics=None,
+)
+DETAILED = replace(STEP, token_statistics=object())

@@ -28,7 +28,6 @@ import torch
 from tests.support.jobs import ROOT, make_job, metrics_of, write_corpus
 from titanlite.job import Job, load_job
 from titanlite.runtime.runtime import runtime
-from titanlite.runtime.signals import StopRequests
 from titanlite.train import build, train
 
 FILE = ROOT / "tests" / "golden" / "losses.json"
@@ -101,7 +100,7 @@ def _debug(folder: Path, overrides: list[str]) -> Job:
         f"--training.steps={STEPS}",
         f"--lr_scheduler.total_steps={load_job(config, world_size=1).training.steps}",
         "--metrics.log_freq=1",
-        "--metrics.enable_tensorboard=false",
+        "--metrics.sinks=[]",
         "--generation.prompts=[]",
     ]
     return load_job(config, [*mine, *overrides], world_size=1)
@@ -141,7 +140,7 @@ def num_threads(threads: int) -> Iterator[None]:
 def weights_sha(job: Job) -> str:
     """SHA-256 of the initial weights, their names and shapes. Trains nothing."""
     digest = hashlib.sha256()
-    with runtime(job.training, job.parallelism, job.comm) as rt, build(job, rt, StopRequests()) as run:
+    with runtime(job.training, job.parallelism, job.comm) as rt, build(job, rt) as run:
         for name, p in sorted(run.model.net.named_parameters()):
             digest.update(f"{name} {list(p.shape)} {p.dtype}\n".encode())
             digest.update(np.ascontiguousarray(p.detach().numpy()).tobytes())

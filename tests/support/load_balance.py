@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.gradients import SHAPE, build
 from titanlite.data.batch import Batch
+from titanlite.metrics.experts import load_metrics, load_table
 from titanlite.models.base import Decoder
 from titanlite.models.decoder import dense_mlp
 from titanlite.models.load_balance import CORRECTION_BIAS, LoadBalance
@@ -81,10 +82,15 @@ def step(
     model.forward_backward(local, torch.tensor(batch.num_targets))
     gradients = gradients_of(model)
     model.after_step(torch.tensor(True))
-    loads = model.settings.expert_loads
+    loads = model.expert_loads
     assert loads is not None
     counts = {name: layer.gate.load.tokens_per_expert for name, layer in model.net.moe_layers().items()}
-    return {"gradients": gradients, "counts": counts, "metrics": loads.metrics(), "table": loads.table()}
+    return {
+        "gradients": gradients,
+        "counts": counts,
+        "metrics": load_metrics(loads),
+        "table": load_table(loads),
+    }
 
 
 def step_on_rank(world_size: int, num: int, moe: LoadBalance, layout: dict[str, Any]) -> dict[str, Any]:
@@ -100,8 +106,8 @@ def steps_on_rank(world_size: int, num: int, moe: LoadBalance, layout: dict[str,
         model.forward_backward(local, torch.tensor(batch.num_targets))
         model.after_step(torch.tensor(True))
     biases = {name: b for name, b in model.net.named_buffers() if name.endswith(CORRECTION_BIAS)}
-    assert model.settings.expert_loads is not None
-    return {"biases": biases, "metrics": model.settings.expert_loads.metrics()}
+    assert model.expert_loads is not None
+    return {"biases": biases, "metrics": load_metrics(model.expert_loads)}
 
 
 def by_autograd(moe: LoadBalance, own_shares: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

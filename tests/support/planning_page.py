@@ -1,20 +1,17 @@
 """The output that docs/planning.md quotes: a block `<!-- output: NAME -->` is what `titanlite plan` prints.
-The page's picture is what it draws.
 
-`python -m tests.support.planning_page` writes the blocks into the page, and the picture."""
+`python -m tests.support.planning_page` writes the blocks into the page."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import re
-import tempfile
 from pathlib import Path
 
 from titanlite import cli
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/planning.md"
-PICTURE = PAGE.parents[1] / "assets/memory_over_a_step.svg"
 BLOCK = re.compile(r"(<!-- output: (\w+) -->\n\n```\n).*?(```\n)", re.DOTALL)
 COMMANDS = {
     "one": "llama3_1b --gpus 1xRTX4090",
@@ -28,16 +25,6 @@ def refreshed(page: str) -> str:
     return BLOCK.sub(lambda match: f"{match[1]}{_output(COMMANDS[match[2]])}{match[3]}", page)
 
 
-def picture(*words: str) -> str:
-    """The picture that the page shows. `words`: overrides."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "memory.svg"
-        command = ["plan", "llama3_1b", "--gpus=8xH100", f"--svg={file}", *words]
-        with contextlib.redirect_stdout(io.StringIO()):
-            assert cli.run(command) == 0
-        return file.read_text(encoding="utf-8")
-
-
 def _output(words: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert cli.run(["plan", *words.split()]) == 0
@@ -47,4 +34,3 @@ def _output(words: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(refreshed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    PICTURE.write_text(picture(), encoding="utf-8")

@@ -15,7 +15,7 @@ from titanlite.lab import find_batch
 from titanlite.lab.cards import Card
 from titanlite.metrics import meter
 from titanlite.parallel.sharded_model import ShardedModel
-from titanlite.runtime.environment import global_rank
+from titanlite.runtime.environment import place
 
 CARD_GIB, EXTRA_GIB = 1.0, 0.2
 GIB_PER_SEQUENCE = float(os.environ.get("SMALL_GPU_SEQUENCE_GIB", 0.13))
@@ -27,7 +27,7 @@ def model_inputs(model: Any, batch: Any, *rest: Any) -> Any:
     global _peak_gib
     if os.environ.get("SMALL_GPU_FAILS"):
         raise ValueError("a planted fault")
-    _peak_gib = GIB_PER_SEQUENCE * len(batch.inputs) + EXTRA_GIB * (global_rank() > 0)
+    _peak_gib = GIB_PER_SEQUENCE * len(batch.inputs) + EXTRA_GIB * (place().rank > 0)
     if _peak_gib > CARD_GIB:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
     return _model_inputs(model, batch, *rest)

@@ -16,9 +16,9 @@ from pathlib import Path
 from titanlite import startup
 from titanlite.checkpoint.run_identity import check_identity
 from titanlite.config.component import ConfigError
+from titanlite.corpus import plan_data
 from titanlite.job import Job, load_job
 from titanlite.stages import Stages
-from titanlite.tools import data_plan
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/stages.md"
 BLOCK = re.compile(r"(<!-- output: (\w+) -->\n\n```\n).*?(```\n)", re.DOTALL)
@@ -48,7 +48,7 @@ def _outputs(example: str) -> dict[str, str]:
         Path(path).write_text(text[:size], encoding="utf-8")
     Path("train.toml").write_text(example, encoding="utf-8")
     with contextlib.redirect_stdout(io.StringIO()) as plan, contextlib.redirect_stderr(io.StringIO()):
-        data_plan.main(["train.toml"])
+        plan_data.main(["train.toml"])
         job, stages, identity, log = _opened(load_job("train.toml"))
         position = stages.step_sizes.position_after(300)
         changed = _opened(load_job("train.toml", ["--stages.0.until=100K tokens"]))[2]

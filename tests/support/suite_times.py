@@ -4,7 +4,8 @@ benchmarks/results/test_suite_2_cores.json.
     python -m tests.support.suite_times             write the times into the two pages
     python -m tests.support.suite_times --measure   first run every command of the table, on an idle machine
 
-Commands that the file does not have, such as those that need a GPU, stay as they are."""
+All times in the table are of the day of the default tier's: commands that were not measured on that
+day, such as those that need a GPU, are called unmeasured."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/test_suite_2_cores.json"
 TABLE, README = ROOT / "CONTRIBUTING.md", ROOT / "README.md"
 ROW = re.compile(r"^(\| .* \| `(pytest[^`]*)` \| )(?!wall)(.*)( \|)$", re.MULTILINE)
+DAY = re.compile(r"(on two idle cores on )\S+")
 SENTENCE = re.compile(r"runs the [\d,]+ tests of the default tier in .* on two cores")
 DEFAULT_TIER = "pytest -n 2"
 
@@ -30,13 +32,19 @@ def in_words(seconds: float) -> str:
 
 
 def with_times(table: str, results: dict[str, Any]) -> str:
-    """CONTRIBUTING.md with the measured times."""
+    """CONTRIBUTING.md with the times of the last measurement, and its day."""
+    day = day_of(results[DEFAULT_TIER])
 
     def measured(row: re.Match[str]) -> str:
         result = results.get(row[2])
-        return f"{row[1]}{in_words(result['wall_s']) if result else row[3]}{row[4]}"
+        is_of_day = result is not None and day_of(result) == day
+        return f"{row[1]}{in_words(result['wall_s']) if is_of_day else 'unmeasured'}{row[4]}"
 
-    return ROW.sub(measured, table)
+    return DAY.sub(rf"\g<1>{day}", ROW.sub(measured, table))
+
+
+def day_of(result: dict[str, Any]) -> str:
+    return result["environment"]["time"][:10]
 
 
 def with_count(readme: str, results: dict[str, Any]) -> str:

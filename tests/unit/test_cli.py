@@ -27,7 +27,7 @@ from titanlite.commands import Verb, parser, verbs
 from titanlite.config import reference, schema
 from titanlite.config.component import ConfigError
 from titanlite.interop import export
-from titanlite.log import for_terminal, logger, set_up_logging
+from titanlite.log import logger, protect_terminal, set_up_logging
 from titanlite.optim.base import Optimizer
 from titanlite.runtime.environment import NOTES
 from titanlite.tools.verbs import DTYPES
@@ -383,9 +383,9 @@ DOWNLOAD = f"hf download {HUB} --local-dir DIR"
     ("argv", "command"),
     [
         (["generate", HUB, "--prompt=a"], DOWNLOAD),
-        (["export", HUB, "new"], DOWNLOAD),
-        (["import", HUB, "new", "debug"], DOWNLOAD),
-        (["config", "debug", "--ranks=1", f"--checkpoint.initial_load_path={HUB}"], DOWNLOAD),
+        full(["export", HUB, "new"], DOWNLOAD),
+        full(["import", HUB, "new", "debug"], DOWNLOAD),
+        full(["config", "debug", "--ranks=1", f"--checkpoint.initial_load_path={HUB}"], DOWNLOAD),
         (["config", "debug", "--ranks=1", "--tokenizer.name=huggingface", f"--tokenizer.path={HUB}"],
          DOWNLOAD),
         (["config", "debug", "--ranks=1", f"--tokenizer.path={HUB}"], DOWNLOAD),
@@ -671,10 +671,12 @@ class Explained(Optimizer, name="explained"):
             ["train", "job.toml", "--help", "optimizer"],
             "<tuple[float, float]>\n      Key of a test.",
         ),
-        (["train", "job.toml", "--help", "all"], '[optimizer]  (name = "explained")  Optimizer of a test.'),
-        (["launch", "--nproc-per-node=2", "job.toml", "--help", "optimizer"], "Key of a test."),
+        full(
+            ["train", "job.toml", "--help", "all"], '[optimizer]  (name = "explained")  Optimizer of a test.'
+        ),
+        full(["launch", "--nproc-per-node=2", "job.toml", "--help", "optimizer"], "Key of a test."),
         (["config", "job.toml", "--allow-imports", "--help", "optimizer"], "Key of a test."),
-        (["config", "job.toml", "--reference", "--allow-imports"], "| Key of a test. |"),
+        full(["config", "job.toml", "--reference", "--allow-imports"], "| Key of a test. |"),
     ],
     ids=["section", "help", "launch", "config", "reference"],
 )
@@ -940,8 +942,13 @@ def test_the_log_escapes_control_characters_and_keeps_lines(capsys):
     assert capsys.readouterr().err.endswith("sample:\none\ttwo \u00e9\u3000\\x1b[31m\n")
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_what_a_model_says_does_not_steer_a_terminal(monkeypatch, is_terminal):
+def test_what_a_model_says_does_not_steer_a_terminal(monkeypatch):
     """A pipe gets the bytes as they are."""
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: is_terminal))
-    assert for_terminal("a\x1b[2Jb\n") == ("a\\x1b[2Jb\n" if is_terminal else "a\x1b[2Jb\n")
+    for open_it, expected in ((os.openpty, b"a\\x1b[2Jb\r\n"), (os.pipe, b"a\x1b[2Jb\n")):
+        reader, writer = open_it()
+        monkeypatch.setattr(sys, "stdout", open(writer, "w", encoding="utf-8"))  # noqa: SIM115
+        protect_terminal()
+        print("a\x1b[2Jb", flush=True)
+        assert os.read(reader, 100) == expected
+        sys.stdout.close()
+        os.close(reader)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.parallel_residual import ParallelResidual
+from tests.support.tiers import full
 from titanlite.attention.kv_cache import KVCache
 from titanlite.config.component import ConfigError
 from titanlite.generate import (
@@ -135,10 +136,10 @@ def drawn(logits: torch.Tensor, draws: int = 3000, **options: Any) -> torch.Tens
 @pytest.mark.parametrize(
     "options",
     [
-        {"temperature": 1.0}, {"temperature": 0.5}, {"temperature": 1.0, "top_k": 3},
-        {"temperature": 1.5, "top_p": 0.7}, {"temperature": 0.9, "top_k": 6, "top_p": 0.8},
-        {"temperature": 1.0, "top_p": 1e-6}, {"temperature": 1.0, "top_k": 1},
-        {"temperature": 1.0, "top_k": 99},
+        {"temperature": 0.5}, {"temperature": 0.9, "top_k": 6, "top_p": 0.8},
+        full({"temperature": 1.0}), full({"temperature": 1.0, "top_k": 3}),
+        full({"temperature": 1.5, "top_p": 0.7}), full({"temperature": 1.0, "top_p": 1e-6}),
+        full({"temperature": 1.0, "top_k": 1}), full({"temperature": 1.0, "top_k": 99}),
     ],
     ids=str,
 )  # fmt: skip

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.component import ConfigError
-from titanlite.mesh import ALONE, Parallelism, build_mesh
+from titanlite.mesh import ALONE, build_mesh
+from titanlite.parallelism import Parallelism
 
 
 def groups_of_rank() -> tuple[int, list[list[int]], list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from titanlite.attention.base import AttentionBackend, AttentionNeeds
 from titanlite.attention.flex import Flex
@@ -15,6 +16,8 @@ from titanlite.attention.varlen import Varlen
 class Auto(SDPA, name="auto"):
     """The first backend that works of head_tail (context parallel without document masks and without a
     sliding window), varlen, flex and sdpa. Without masks, they all run scaled_dot_product_attention."""
+
+    linear_memory: ClassVar[bool] = True
 
     def build(self, needs: AttentionNeeds) -> AttentionBackend:
         head_tail = [HeadTail] if self.sdpa_kernel in HeadTail.KERNELS else []

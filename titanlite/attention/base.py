@@ -100,6 +100,10 @@ class AttentionBackend(Component, kind="attention backend", key="backend"):
     supports_v_head_dim: ClassVar[bool] = False
     """Whether the head dim of the values may differ from the head dim of queries and keys in `attend`."""
 
+    linear_memory: ClassVar[bool] = False
+    """Whether memory is linear in the sequence length, also with masks. FSDP and `titanlite plan` then count
+    on it."""
+
     def build(self, needs: AttentionNeeds) -> AttentionBackend:
         """The backend for the run: normally `self`; `auto` returns the backend that it chooses. Called once,
         before the first micro-batch. Raises ConfigError if the backend does not support `needs`."""
@@ -110,7 +114,7 @@ class AttentionBackend(Component, kind="attention backend", key="backend"):
             )
         if needs.has_other_values and not self.supports_v_head_dim:
             raise ConfigError(
-                f"{self.name!r} does not support values of head dim {needs.v_head_dim} beside queries and "
+                f"{self.name!r} does not support values of head dim {needs.v_head_dim} with queries and "
                 f"keys of head dim {needs.head_dim}",
                 "attention.backend",
             )

@@ -95,6 +95,7 @@ class Flex(SDPA, name="flex"):
     """Compiled FlexAttention for document masks, sliding windows and context parallel; CUDA only, for head
     dims of at least 16. Without masks, scaled_dot_product_attention runs."""
 
+    linear_memory: ClassVar[bool] = True
     kept_ops: ClassVar[tuple[str, ...]] = ("flex_attention",)
 
     @classmethod

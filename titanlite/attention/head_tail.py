@@ -20,8 +20,8 @@ from torch.utils.flop_counter import register_flop_formula
 from titanlite.attention.base import Attention, AttentionNeeds, padded_values
 from titanlite.attention.context_parallel import SequenceSharding
 from titanlite.attention.sdpa import SDPA, example_inputs
-from titanlite.attention.torch_compat import attention_backward, attention_with_lse
 from titanlite.config.component import ConfigError
+from titanlite.torch_compat import attention_backward, attention_with_lse
 
 
 class HeadTailAttention(Attention):
@@ -58,6 +58,7 @@ class HeadTail(SDPA, name="head_tail"):
     """cuDNN's kernel, called chunk by chunk, for context parallel without document masks. For long sequences
     it is faster than a kernel with a mask."""
 
+    linear_memory: ClassVar[bool] = True
     kept_ops: ClassVar[tuple[str, ...]] = ("titanlite.head_tail_attention",)
     KERNELS: ClassVar[tuple[str, ...]] = ("auto", "cudnn")
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from titanlite.attention.base import Attention, AttentionNeeds, padded_values
 from titanlite.attention.sdpa import SDPA, SDPAttention
-from titanlite.attention.torch_compat import load_varlen_attention
-from titanlite.torch_compat import mark_dynamic
+from titanlite.torch_compat import load_varlen_attention, mark_dynamic
 
 
 class Causal(SDPAttention):
@@ -62,6 +61,7 @@ class Varlen(SDPA, name="varlen"):
     """FlashAttention for document masks and sliding windows; CUDA and bf16 or fp16 only, not with context
     parallel. Without masks, scaled_dot_product_attention runs."""
 
+    linear_memory: ClassVar[bool] = True
     kept_ops: ClassVar[tuple[str, ...]] = ("varlen_attn",)
 
     @classmethod

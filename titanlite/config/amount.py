@@ -29,7 +29,7 @@ MAX_DIGITS = 24  # Decimal has 28
 
 
 class StepSizes(Protocol):
-    """What Conversion needs of titanlite.data.step_sizes.StepSizes, which is in a layer above this one."""
+    """The methods of titanlite.data.step_sizes.StepSizes, a class of a higher layer, that Conversion uses."""
 
     def position_after(self, num_steps: int) -> int: ...
 
@@ -113,7 +113,8 @@ class Amount:
     def __str__(self) -> str:
         """Return the shortest text that `parse` reads as an equal amount."""
         sizes = [(suffix, size) for suffix, size in reversed(SUFFIXES.items()) if self.value >= size]
-        numbers = [f"{_decimal(self.value / size)}{suffix}" for suffix, size in [*sizes, ("", 1)]]
+        value = Decimal(self.value.numerator) / Decimal(self.value.denominator)
+        numbers = [f"{value / size:f}{suffix}" for suffix, size in [*sizes, ("", 1)]]
         return f"{min(numbers, key=len)} {UNITS[self.unit] if self.value == 1 else self.unit}"
 
     def __repr__(self) -> str:
@@ -130,10 +131,6 @@ class Amount:
 
     def __ge__(self, other: object) -> bool:
         return not isinstance(other, Amount) or self == other
-
-
-def _decimal(value: Fraction) -> str:
-    return f"{Decimal(value.numerator) / Decimal(value.denominator):f}"
 
 
 @dataclass(frozen=True)
@@ -163,12 +160,6 @@ class Conversion:
                 "tokens"
             )
         return num
-
-
-def is_multiple(number: int, divisor: int) -> bool:
-    """Return whether `number` is a multiple of `divisor`; True if one of them is an amount, which is to be
-    checked again once it is resolved."""
-    return isinstance(number, Amount) or isinstance(divisor, Amount) or number % divisor == 0
 
 
 def step_count(hint: object) -> StepCount | None:

@@ -101,7 +101,8 @@ class Component(ABC):
             setattr(cls, "build", _checked(build))  # noqa: B010 -- kinds have different arguments of build()
         if not name and Component in cls.__bases__:
             cls.choices, cls.kind, cls.key, cls.makes = {}, kind or cls.__name__.lower(), key, makes
-        elif name in cls.choices and not _same_class(cls, cls.choices[name]):
+        elif name in cls.choices and full_name(cls) != full_name(cls.choices[name]):
+            # A module that is imported again defines its classes again, under the same full name.
             raise TypeError(f"{name!r} already names {full_name(cls.choices[name])}; choose another name")
         elif name:
             cls.choices[name], cls.name = cls, name
@@ -150,8 +151,3 @@ def _checked(build: Callable[..., Any]) -> Callable[..., Any]:
 def full_name(cls: type) -> str:
     """Return `package.module.Class`, for messages."""
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _same_class(a: type, b: type) -> bool:
-    # A module that is imported again defines its classes again.
-    return (a.__module__, a.__qualname__) == (b.__module__, b.__qualname__)

@@ -146,9 +146,8 @@ def _inside(table: Node, path: str) -> Iterator[Section]:
         if node["type"] == "table":
             yield Section(where, "", node["doc"], list(_keys(node)))
             yield from _inside(node, where)
-        shared: dict[
-            tuple[str, str], Section
-        ] = {}  # inner tables of the choices; most choices have the same ones
+        # Inner tables of the choices; most choices have the same ones.
+        shared = dict[tuple[str, str], Section]()
         for choice, inner in node.get("choices", {}).items():
             if inner.get("only", name) != name:
                 continue
@@ -166,7 +165,7 @@ def _keys(table: Node) -> Iterator[Key]:
 
 
 def _required_tables(table: Node) -> Iterator[Key]:
-    """Yield the required keys of a choice that are tables with a section of their own."""
+    """Yield the required keys of a choice that have a section in the reference, because they are tables."""
     for name, node in table["keys"].items():
         if node["type"] == "choice" and node.get("required"):
             yield Key(name, "table", "", node["doc"])

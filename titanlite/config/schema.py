@@ -1,6 +1,6 @@
 """The schema of a configuration as plain data: the type, the default and the docstring of every key.
 
-`describe` makes a schema from classes. schema.json, beside this file, holds the schema of titanlite's own
+`describe` makes a schema from classes. The file schema.json holds the schema of titanlite's own
 classes, so that keys can be explained and checked before torch is imported; a test keeps that file current.
 `convert` checks a configuration against a schema.
 """
@@ -17,7 +17,7 @@ import types
 import typing
 from collections.abc import Collection, Iterator
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, Union
 
@@ -59,22 +59,28 @@ class Node(TypedDict, total=False):
     only: str  # for the table of a choice: the last part of the only key under which it is documented
 
 
+@cache
 def table(name: str) -> Node:
     """Return titanlite's schema `job` or `prepare`."""
-    return _tables()[name]
-
-
-@cache
-def _tables() -> dict[str, Node]:
-    return json.loads(FILE.read_text(encoding="utf-8"))
+    return json.loads(FILE.read_text(encoding="utf-8"))[name]
 
 
 # ---- from classes
 
 
 def describe(cls: type, docs: bool = False) -> Node:
-    """Return the schema of a dataclass, with the choices registered now. `docs`: include docstrings, which
-    are read from the source files."""
+    """Return the schema of a dataclass, with the choices registered now: not to be changed, because the next
+    call returns it again. `docs`: include docstrings, which are read from the source files."""
+    return _described(cls, docs, tuple(tuple(kind.choices.values()) for kind in Component.__subclasses__()))
+
+
+@lru_cache(maxsize=16)
+def _described(cls: type, docs: bool, registered: tuple[tuple[type, ...], ...]) -> Node:
+    """Return the schema while these classes are registered. Cached: it takes 8 ms for a job."""
+    return _describe(cls, docs)
+
+
+def _describe(cls: type, docs: bool) -> Node:
     hints, texts = type_hints(cls), field_docs(cls) if docs else {}
     keys: dict[str, Node] = {}
     for field in dataclasses.fields(cls):
@@ -113,11 +119,14 @@ def _node(hint: Any, docs: bool) -> Node:
         (inner,) = set(args) - {type(None)}
         return {**_node(inner, docs), "optional": True}
     if isinstance(hint, type) and issubclass(hint, Component) and hint.is_kind():
-        choices = {name: _choice(choice, docs) for name, choice in sorted(hint.choices.items())}
+        choices = {name: _describe(choice, docs) for name, choice in sorted(hint.choices.items())}
+        for name, choice in hint.choices.items():
+            if choice.only:
+                choices[name] = {**choices[name], "only": choice.only}
         node = {"type": "choice", "kind": hint.kind, "choices": choices}
         return node if hint.key == "name" else {**node, "key": hint.key}
     if dataclasses.is_dataclass(hint):
-        return describe(typing.cast(type, hint), docs)
+        return _describe(typing.cast(type, hint), docs)
     if origin is Literal:
         return {"type": "literal", "values": list(args)}
     items = set(args[1:] if origin is dict else args) - {...}
@@ -130,24 +139,22 @@ def _node(hint: Any, docs: bool) -> Node:
     return {"type": SCALARS[hint]}
 
 
-def _choice(component: type[Component], docs: bool) -> Node:
-    node = describe(component, docs)
-    return {**node, "only": component.only} if component.only else node
-
-
 def _default(field: dataclasses.Field) -> str | None:
-    """Return the default as TOML, or as the name of a choice; None if the default is None."""
+    """Return the default as TOML, or as the name of a choice or of several; None if the default is None."""
     factory = field.default_factory
     value = field.default if factory is dataclasses.MISSING else factory()
     if value is None:
         return None
     if isinstance(value, Component):
         return value.name
+    if isinstance(value, list) and value and isinstance(value[0], Component):
+        return str([component.name for component in value])
     if value in ({}, []):
         return str(value)
     return "" if dataclasses.is_dataclass(value) else tomli_w.dumps({"v": value}).partition("=")[2].strip()
 
 
+@cache
 def field_docs(cls: type) -> dict[str, str]:
     """Return the docstring under each field of a dataclass and its bases."""
     docs: dict[str, str] = {}
@@ -223,17 +230,13 @@ class _Conversion:
         if SCALARS.get(type(value)) != kind:  # bool is not int, "8" is not 8
             self._complain(f"expected {_expected(node)}, got {value!r}", key)
         elif node.get("path"):
-            return self._path(value, key)
+            try:
+                return expand_home(value)
+            except ConfigError as e:
+                self._complain(str(e), key)
         elif isinstance(value, float) and not math.isfinite(value):
             self._complain(f"expected a finite number, got {value!r}", key)
         return value
-
-    def _path(self, text: str, key: str) -> str:
-        try:
-            return expand_home(text)
-        except ConfigError as e:
-            self._complain(str(e), key)
-            return text
 
     def _amount(self, node: Node, text: str, key: str) -> Amount | int:
         """Return the amount of a text, or the number of an amount in steps; after an error any number."""
@@ -289,7 +292,7 @@ class _Conversion:
             where = f"{key}.{k}" if key else k
             if k in keys:
                 made[k] = self.value(keys[k], v, where)
-            elif self._is_of_replaced(node, key, k):
+            elif self._belongs_to_replaced(node, key, k):
                 text = f"left out: {node['kind']} {name!r}, chosen on the command line, has no such key"
                 self._locator.left_out.append(str(self._locator.located(ConfigError(text, where))))
             else:
@@ -299,7 +302,7 @@ class _Conversion:
                 self._complain(f"missing required key {k!r}", key)
         return made
 
-    def _is_of_replaced(self, node: Node, key: str, unknown: str) -> bool:
+    def _belongs_to_replaced(self, node: Node, key: str, unknown: str) -> bool:
         """Whether the file gives the unknown key to a component that the command line replaced by another. A
         key that the replaced component does not have either is a typing error."""
         overrides, picked_by = self._locator.overrides, node.get("key", "name")
@@ -310,7 +313,7 @@ class _Conversion:
         return unknown in table and (replaced is None or unknown in replaced["keys"])
 
     def _hint(self, unknown: str, where: str, node: Node, keys: Collection[str]) -> str:
-        """What to write instead of an unknown key of a table, or of a choice with `keys`."""
+        """Suggest a key in place of an unknown key of a table, or of a choice with `keys`."""
         owners = [repr(name) for name, choice in node.get("choices", {}).items() if unknown in choice["keys"]]
         if owners:
             *others, last = owners

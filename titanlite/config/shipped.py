@@ -1,5 +1,5 @@
 """Finds files that come with titanlite: train_configs/ and the small tokenizer in assets/. An installed
-package holds copies of these folders; in a checkout they are beside the package.
+package holds copies of these folders; in a checkout they are next to the package.
 """
 
 from __future__ import annotations

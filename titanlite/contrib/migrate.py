@@ -79,6 +79,8 @@ def migrate(source: Path) -> tuple[str, list[str]]:
     # The path of a data set replaces its name, so paths are converted last.
     for key, value in sorted(theirs.items(), key=lambda item: item[0].endswith("_path")):
         made, note, undecided = migrate_key(key, value)
+        if "metrics.sinks" in made:  # several keys name one sink each
+            made = {"metrics.sinks": [*ours.get("metrics.sinks", []), *made["metrics.sinks"]]}
         ours |= made
         comments.append(f"{key} {note}")
         todo += [comments[-1]] if undecided else []

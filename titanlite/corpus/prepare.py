@@ -21,8 +21,7 @@ from typing import Any
 
 import titanlite.corpus.hub_stream
 import titanlite.tokenizers.bytes
-import titanlite.tokenizers.huggingface
-import titanlite.tokenizers.sentencepiece  # noqa: F401 -- registers the tokenizer, like the lines before
+import titanlite.tokenizers.huggingface  # noqa: F401 -- registers the tokenizer, like the lines before
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.config.imports import ALLOW_IMPORTS, import_components

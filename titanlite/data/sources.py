@@ -1,5 +1,5 @@
-"""Source: the contract of data sources, which `[[data.sources]]` selects, and the sources `tokens` and
-`megatron`, whose files hold token ids. StreamedSource: the contract of the source `stream`.
+"""Source: the contract of data sources, which `[[data.sources]]` selects, and the source `tokens`,
+whose files hold token ids. StreamedSource: the contract of the source `stream`.
 
 A source returns ShardedTokens, a dataset on disk. Everything after that is the same for all sources: packing
 numbers the sequences of the shards, and the data order is a function of these numbers. So a source must be
@@ -13,7 +13,6 @@ refused (stream_sequences.py)."""
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,10 +22,8 @@ from typing import Any
 
 from titanlite.config.component import Component, ConfigError, label
 from titanlite.config.paths import PathText
-from titanlite.data.megatron import MegatronTokens
 from titanlite.data.sharded_tokens import ShardedTokens
 from titanlite.data.shards import TokenShards
-from titanlite.log import logger
 from titanlite.tokenizers.base import Tokenizer
 
 
@@ -165,36 +162,3 @@ class Tokens(Source, name="tokens"):
                 f"{tokenizer.vocab_size}: the file is damaged; prepare the data again"
             )
         return shards
-
-
-@dataclass(frozen=True, kw_only=True)
-class Megatron(Source, name="megatron"):
-    """Files of Megatron-LM's `preprocess_data.py`, read in place: `PREFIX.bin` and `PREFIX.idx`. Tokens are
-    read as they are, so the files decide which special tokens frame a document."""
-
-    path: list[PathText]
-    """Prefixes: paths without `.bin` and `.idx`. Several prefixes are one source, in this order."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.path:
-            raise ConfigError("no prefix: give the path of a .bin file without .bin", "path")
-        files = [os.path.realpath(f"{prefix}.bin") for prefix in self.path]
-        if twice := [prefix for i, prefix in enumerate(self.path) if files[i] in files[:i]]:
-            raise ConfigError(
-                f"{twice[0]} is named twice; to read it more often, make it a source with a weight", "path"
-            )
-
-    def check(self, tokenizer: Tokenizer) -> bool:
-        MegatronTokens(self.path, tokenizer.vocab_size, Path())
-        return False  # `build` hashes the files
-
-    def build(self, tokenizer: Tokenizer, cache_dir: Path) -> MegatronTokens:
-        tokens = MegatronTokens(self.path, tokenizer.vocab_size, cache_dir)
-        tokens.check_vocabulary()
-        if tokens.read(tokens.num_tokens - 1, 1).item() != tokenizer.eos:
-            logger.warning(
-                f"{tokens.path}: the last document does not end with the tokenizer's EOS, {tokenizer.eos}; "
-                "a model does not learn to end a text from files without EOS (Megatron's --append-eod)"
-            )
-        return tokens

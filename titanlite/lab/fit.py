@@ -22,7 +22,6 @@ from titanlite.data.dataset import RunSequences
 from titanlite.job import Job, load_job
 from titanlite.lab import scaling_law
 from titanlite.lab.scaling_law import FittedLaw
-from titanlite.log import for_terminal
 from titanlite.report.charts import short
 from titanlite.report.recorded_run import METRICS, SEQUENCES, TOKENS, RecordedRun, names_of, read_run
 from titanlite.table import table
@@ -74,7 +73,7 @@ class Target(NamedTuple):
 def main(options: Namespace) -> int:
     """Print the law, and the compute-optimal run for --flops or --tokens."""
     result = law(options)
-    print(json.dumps(result, indent=1) if options.json else for_terminal(text(result)))
+    print(json.dumps(result, indent=1) if options.json else text(result))
     return 0
 
 

@@ -134,7 +134,9 @@ def _check(job: Job) -> None:
 def _runs(job: Job, options: Namespace) -> list[LadderRun]:
     """The runs, the smallest models first. Raises ConfigError."""
     num_ranks, folder = options.gpus_per_trial, _folder(job, options)
-    batch = BatchLayout.of(job.training, job.parallelism.degrees(num_ranks).data_parallel).global_size
+    batch = BatchLayout.from_training(
+        job.training, job.parallelism.degrees(num_ranks).data_parallel
+    ).global_size
     runs = list[LadderRun]()
     for size, shape in _shapes(job, options).items():
         smaller = _smaller(job, shape, options.standard)
@@ -205,7 +207,7 @@ def _smaller(job: Job, shape: Shape, standard: bool) -> Job:
 def _length(job: Job, num_ranks: int) -> Length:
     """How long a job without stages trains on `num_ranks` ranks; its steps must be known."""
     training = job.resolved(num_ranks).training
-    batch = BatchLayout.of(training, job.parallelism.degrees(num_ranks).data_parallel)
+    batch = BatchLayout.from_training(training, job.parallelism.degrees(num_ranks).data_parallel)
     tokens = training.steps * batch.global_size * training.seq_len
     return Length(training.steps, tokens, tokens * job.build_on_meta().flops_per_token(training.seq_len))
 

@@ -10,8 +10,8 @@ from titanlite.lab.cards import GIB, Cluster
 from titanlite.lab.memory import OUTSIDE, RankMemory, at_most, rank_memory
 from titanlite.lab.planned import PlannedRun
 from titanlite.lab.step_time import StepTime, step_time
-from titanlite.mesh import EXPERT_KEY, Degrees, Parallelism
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
+from titanlite.parallelism import EXPERT_KEY, Degrees, Parallelism
 
 FITS, CLOSE, DOES_NOT_FIT = "fits", "close", "does not fit"
 MAX_DEGREE = 8  # of tensor and context parallel; pipeline parallel up to twice as many stages

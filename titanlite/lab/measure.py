@@ -25,18 +25,18 @@ from titanlite.files import make_folder, write_atomically
 from titanlite.job import Job, load_job
 from titanlite.lab.calibration import Measurement, part_times, split_as_planned
 from titanlite.lab.cards import GIB, PCIE, Card, Cluster, known_card
-from titanlite.lab.coordinate_check import Trial, random_batches
+from titanlite.lab.coordinate_check import SmallRun, random_batches
 from titanlite.lab.layouts import DOES_NOT_FIT, FITS, Layout, assess
+from titanlite.lab.link import block_collectives
 from titanlite.lab.plan import decisive_keys, planned_run
 from titanlite.lab.step_time import LINK_SHARE
 from titanlite.lab.step_timer import seconds_of, time_steps
-from titanlite.log import for_terminal, tell
-from titanlite.mesh import Parallelism
+from titanlite.log import tell
 from titanlite.metrics.memory import OutOfMemory, is_out_of_memory
+from titanlite.parallelism import Parallelism
 from titanlite.runtime.compile_cache import use_compile_cache
 from titanlite.runtime.environment import is_under_torchrun, prepare_to_launch
 from titanlite.runtime.launcher import start_ranks
-from titanlite.runtime.link import block_collectives
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, runtime
 from titanlite.table import table
@@ -71,7 +71,7 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
     if rt.rank == 0:
         write_atomically(output, measurement.to_json())
         text = f"{_text(measurement)}\n\n{_steps(job, gpus, measurement)}"
-        print(for_terminal(f"{text}\n\nwritten: {output}, for titanlite plan --measured={output}"))
+        print(f"{text}\n\nwritten: {output}, for titanlite plan --measured={output}")
     return 0
 
 
@@ -211,7 +211,7 @@ def _timed(job: Job, rt: Runtime, num_blocks: int) -> tuple[float, float]:
     batches = random_batches(2, shape, net.vocab_size, training.seed)
     if job.data.mask_documents:
         batches = [_one_document(batch) for batch in batches]
-    trial = Trial(job.loss, training, batches, training.seed, rt.device)
+    trial = SmallRun(job.loss, training, batches, training.seed, rt.device)
     settings = startup.parallel_settings(cut, rt, attention)
     gc.collect()  # the model before may be in a cycle, and hold the device's memory
     try:

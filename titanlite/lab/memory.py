@@ -10,17 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
 from titanlite.lab.activations import Kept, kept_by_block
 from titanlite.lab.planned import PlannedRun
 from titanlite.lab.sharding import RankParameters, Unit, rank_parameters
-from titanlite.losses import ChunkedCrossEntropy
-from titanlite.optim.muon import Muon
-from titanlite.optim.muon_optimizer import BUCKET_BYTES
-from titanlite.parallel.fsdp import frees_by_default
 from titanlite.parallel.pipeline_parallel import STAGES_PER_RANK
 
 GIB = 1 << 30
@@ -29,7 +24,6 @@ CUBLAS_WORKSPACE = 32 << 20  # torch's default on Hopper: docs of CUBLAS_WORKSPA
 # The most memory that torch has reserved, in units of what its tensors take: recorded runs have 1.00 to 1.23
 # (llama3_8b_6layers_h200x2_tensor_float8.txt). And a guess of what is outside torch: CUDA's context, NCCL.
 RESERVED, OUTSIDE = 1.23, 2 * GIB
-LITTLE = 0.05  # share of a GPU's memory that kept weights may take in any run
 
 
 @dataclass(frozen=True)
@@ -58,53 +52,15 @@ class RankMemory:
         return max(self.moments, key=lambda moment: moment.total)
 
 
-class Reshard(NamedTuple):
-    """Whether FSDP frees gathered weights after the forward, and why."""
-
-    frees: bool
-    reason: str
-
-
 def rank_memory(run: PlannedRun) -> list[RankMemory]:
     """The memory of the ranks, one entry per place along the pipeline-parallel axis."""
-    return _rank_memory(run, reshard_choice(run).frees)
+    frees = run.step_memory.reshard(run.device_bytes).frees
+    return [_Step(run, pp_rank, frees).memory() for pp_rank in range(run.degrees.pp)]
 
 
 def at_most(memory: Sequence[RankMemory]) -> float:
     """The bytes of a GPU that the ranks need at most, with the most that torch has been seen to reserve."""
     return max(rank.peak.total for rank in memory) * RESERVED + OUTSIDE
-
-
-def reshard_choice(run: PlannedRun) -> Reshard:
-    """What parallelism.fsdp_reshard_after_forward means for a run. The plan and the run both decide here.
-
-    Kept weights are not gathered again for the backward, which is faster, so the default keeps them where
-    they fit. Where the planned memory is unmeasured it keeps only what takes little, because running out of
-    memory costs more than gathering."""
-    choice, offloads = run.parallelism.fsdp_reshard_after_forward, run.training.enable_cpu_offload
-    if choice != "default":
-        return Reshard(choice == "always", f'fsdp_reshard_after_forward is "{choice}"')
-    if not frees_by_default(run.parallelism, run.degrees, bool(run.net.moe_layers()), offloads):
-        is_pipeline = run.degrees.pp > 1
-        once = "pipeline parallel would gather them again for each micro-batch"
-        return Reshard(False, once if is_pipeline else "each has one shard")
-    if offloads:
-        return Reshard(True, "training.enable_cpu_offload is set")
-    if not run.device_bytes:
-        return Reshard(True, "a CPU's memory is not planned")
-    if reason := run.unmeasured_memory:
-        blocks = rank_parameters(run.parameters, run.parallelism, run.degrees, 0).blocks.values()
-        gathered = sum(block.gathered for block in blocks) * run.param_dtype.itemsize
-        if gathered <= LITTLE * run.device_bytes:
-            return Reshard(False, f"they take at most {LITTLE:.0%} of the GPU's memory")
-        return Reshard(True, f"whether they fit the GPU is not known ({reason})")
-    need = at_most(_rank_memory(run, frees=False))
-    sizes = f"up to {need / GIB:.1f} of the GPU's {run.device_bytes / GIB:.1f} GiB"
-    return Reshard(need > run.device_bytes, f"with them, the run is planned to need {sizes}")
-
-
-def _rank_memory(run: PlannedRun, frees: bool) -> list[RankMemory]:
-    return [_Step(run, pp_rank, frees).memory() for pp_rank in range(run.degrees.pp)]
 
 
 def in_flight(schedule: str, pp_rank: int, ranks: int, num_micro_batches: int) -> float:
@@ -230,15 +186,9 @@ class _Step:
         }
 
     def _optimizer_step(self) -> dict[str, float]:
-        """AdamW needs no memory beside its state. Muon needs the copies of the largest matrix that the
-        Newton-Schulz steps make (five, in bf16), and with several ranks two buckets of updates on their way,
-        each received and put together. No recorded run has its peak here."""
-        run, workspace = self.run, 0.0
-        if isinstance(run.optimizer, Muon):
-            largest = max((t.gathered for b in self.blocks for t in b.tensors), default=0)
-            workspace = 4.0 * BUCKET_BYTES if run.is_sharded else 0.0
-            workspace += 10.0 * largest
-        return {"gradients": self._gradients(len(self.blocks)), "workspace": workspace}
+        """The optimizer's state and gradients. Muon's copies of a matrix and its buckets are left out: they
+        are smaller than the activations of a block."""
+        return {"gradients": self._gradients(len(self.blocks))}
 
     # ---- gradients
 
@@ -359,7 +309,7 @@ class _Step:
 
     @property
     def _is_chunked(self) -> bool:
-        return isinstance(self.run.loss, ChunkedCrossEntropy) or self.run.degrees.tp > 1
+        return self.run.loss.num_chunks(self.run.tokens) > 0 or self.run.degrees.tp > 1
 
     def _logits(self) -> float:
         """Logits, the head's gradient, and its weight in the compute dtype, which a single process casts.
@@ -377,8 +327,7 @@ class _Step:
             if not run.compile.enable:
                 return run.tokens * vocabulary * 12 + cast
             return run.tokens * vocabulary * size + cast + size * weight
-        loss = run.loss
-        chunks = loss.num_chunks(run.tokens) if isinstance(loss, ChunkedCrossEntropy) else 1
+        chunks = max(run.loss.num_chunks(run.tokens), 1)
         per_logit = size
         if not run.compile.enable and run.degrees.tp == 1:
             per_logit += 4 if size == 4 else 8

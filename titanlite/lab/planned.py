@@ -10,24 +10,21 @@ import torch
 
 from titanlite.attention.auto import Auto
 from titanlite.attention.base import AttentionBackend
-from titanlite.config.component import ConfigError
 from titanlite.job import Job
 from titanlite.lab.activations import BlockShape
-from titanlite.lab.sharding import Parameter, knows_state, parameters_of
-from titanlite.losses import ChunkedCrossEntropy, CrossEntropy, Loss
-from titanlite.mesh import Degrees, Parallelism
+from titanlite.lab.sharding import Parameter, parameters_of
+from titanlite.losses import Loss
 from titanlite.models.base import Decoder
 from titanlite.optim.base import Optimizer
 from titanlite.optim.ema import EMA
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.parallel.compile import Compile
 from titanlite.parallel.float8 import Float8
+from titanlite.parallel.reshard import StepMemory
+from titanlite.parallelism import Degrees, Parallelism
 from titanlite.runtime.training import BatchLayout, Training
 
 MAX_BLOCKS = 1000  # of a planned model: one with more takes minutes
-KNOWN_LOSSES = (CrossEntropy, ChunkedCrossEntropy)
-# Backends whose memory is linear in the sequence length, also with masks.
-LINEAR_ATTENTION = ("auto", "flash_attention_4", "head_tail", "varlen", "flex")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +61,9 @@ class PlannedRun:
 
     @property
     def num_micro_batches(self) -> int:
-        return BatchLayout.of(self.training, self.degrees.data_parallel).num_micro_batches(self.global_batch)
+        return BatchLayout.from_training(self.training, self.degrees.data_parallel).num_micro_batches(
+            self.global_batch
+        )
 
     @property
     def tokens(self) -> int:
@@ -86,36 +85,30 @@ class PlannedRun:
         )
 
     @property
-    def unmeasured_memory(self) -> str | None:
-        """Why no recorded run shows that the planned memory is right; None: recorded runs show it.
-        docs/planning.md has their errors."""
-        modules = (self.net, *self.net.blocks().values())
-        if any(not type(module).__module__.startswith("titanlite.") for module in modules):
-            return "the blocks of a model from outside the package are not known"
-        try:
-            has_experts = self.shape.num_experts > 0
-        except ConfigError as e:
-            return str(e)
-        reasons = {
-            "no run in fp32 was measured": self.param_dtype == torch.float32,
-            "no run with data_parallel_replicate_degree above 1 was measured": self.degrees.dp_replicate > 1,
-            "no run with expert parallel, or with experts and tensor parallel, was measured": has_experts
-            and self.parallelism.shards_experts_apart,
-            "more than 1,000 blocks would take minutes to plan": len(self.net.blocks()) > MAX_BLOCKS,
-            f"the state of {self.optimizer.name!r} is not known": not knows_state(self.optimizer),
-            f"the memory of the loss {self.loss.name!r} is not known": type(self.loss) not in KNOWN_LOSSES,
-            "the attention may keep all scores or a mask of all pairs of tokens": self.attention.name
-            not in LINEAR_ATTENTION
-            or getattr(self.attention, "sdpa_kernel", "auto") == "math",
-        }
-        return next((reason for reason, holds in reasons.items() if holds), None)
+    def step_memory(self) -> StepMemory:
+        """The settings by which the run decides whether FSDP frees gathered weights."""
+        return StepMemory(
+            net=self.net,
+            optimizer=self.optimizer,
+            loss=self.loss,
+            attention=self.attention,
+            activation_checkpoint=self.activation_checkpoint,
+            parallelism=self.parallelism,
+            degrees=self.degrees,
+            param_dtype=self.param_dtype,
+            compiled=self.compile.enable,
+            has_average=self.ema.enable,
+            cpu_offload=self.training.enable_cpu_offload,
+            tokens=self.tokens,
+            accumulates=self.num_micro_batches > 1,
+        )
 
 
 def planned_run(job: Job, num_ranks: int, param_dtype: torch.dtype, device_bytes: int) -> PlannedRun:
     """The sections of a job that decide the memory and the time of a step on `num_ranks` ranks.
     `device_bytes`: memory of a GPU; 0: a CPU."""
     degrees = job.parallelism.degrees(num_ranks)
-    batch = BatchLayout.of(job.training, degrees.data_parallel)
+    batch = BatchLayout.from_training(job.training, degrees.data_parallel)
     net = job.build_on_meta()
     return PlannedRun(
         net=net,

@@ -10,18 +10,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
-from titanlite.mesh import Degrees, Parallelism
 from titanlite.models.base import Decoder, is_adapter
-from titanlite.optim.adamw import AdamWKeys
 from titanlite.optim.base import Optimizer
-from titanlite.optim.low_bit import BLOCK, has_blocks
-from titanlite.optim.muon import Muon
 from titanlite.parallel.pipeline_parallel import split_into_stages, stages_of_rank
+from titanlite.parallelism import Degrees, Parallelism
 
 EMBEDDING, HEAD, ROOT = "embedding", "head", "root"  # FSDP's units beside the blocks, which are numbers
+TWO_MOMENTS = 8.0  # bytes of two fp32 moments
 # Tensor-parallel styles that shard the first dim.
 ROWS = ("embedding", "head", "colwise", "gather_colwise", "all_heads")
 
@@ -129,10 +126,16 @@ def parameters_of(net: Decoder, optimizer: Optimizer) -> list[Parameter]:
                 sharded_dim=_sharded_dim(net, name, parameter.ndim),
                 is_expert=net.parameter_role(name) == "expert",
                 is_trained=parameter.requires_grad,
-                state_bytes=state_bytes(optimizer, parameter, rules[name]) if name in rules else 0.0,
+                state_bytes=_state_bytes(optimizer, parameter, rules[name]) if name in rules else 0.0,
             )
         )
     return parameters
+
+
+def _state_bytes(optimizer: Optimizer, parameter: nn.Parameter, rule: str) -> float:
+    """Bytes of optimizer state per element; an optimizer that does not tell is taken to have two moments."""
+    known = optimizer.state_bytes(parameter, rule)
+    return TWO_MOMENTS if known is None else known
 
 
 def _sharded_dim(net: Decoder, name: str, ndim: int) -> int | None:
@@ -171,19 +174,3 @@ def rank_parameters(
         head=units.get(HEAD),
         root=units.get(ROOT),
     )
-
-
-def state_bytes(optimizer: Optimizer, parameter: torch.Tensor, rule: str) -> float:
-    """Bytes of optimizer state per element of a parameter. Optimizers from outside the package are taken to
-    have two fp32 moments, as AdamW has."""
-    if isinstance(optimizer, Muon) and rule == "muon":  # momentum; NorMuon: one number per row
-        return 4 + (4 / parameter.shape[-1] if optimizer.normalize == "neuron" else 0)
-    dtype = optimizer.state_dtype if isinstance(optimizer, AdamWKeys) else "float32"
-    if dtype == "int8" and has_blocks(parameter):
-        return 2 * (1 + 4 / BLOCK)  # two codes, and one fp32 scale per block for each
-    return 4.0 if dtype == "bfloat16" else 8.0
-
-
-def knows_state(optimizer: Optimizer) -> bool:
-    """Whether `state_bytes` is known for the optimizer, and not assumed."""
-    return isinstance(optimizer, AdamWKeys)

@@ -7,7 +7,7 @@ are not repeated; r: share of the blocks whose forward is repeated; L blocks, H 
     matrix products   (6 N + 2 r N_b) t FLOPs
     attention         (6 + 2 r) L H E T t FLOPs: half of 12 L H E T t, because it is causal
     memory traffic    5 x (bytes of kept activations and logits)
-    optimizer         16 bytes per parameter and twice its state; Muon: also num_flops of orthogonalize.py
+    optimizer         16 bytes per parameter and twice its state, and Optimizer.step_flops
     communication     FSDP gathers weights in the compute dtype once or twice per micro-batch, and reduces
                       gradients in fp32: hidden behind the computation, but for the first and the last unit
                       and for what takes longer. Tensor parallel: 4 all-gathers and 4 reduce-scatters of
@@ -21,7 +21,6 @@ measured (calibration.py). Nothing was measured across nodes."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,8 +30,6 @@ from titanlite.lab.activations import kept_by_block
 from titanlite.lab.cards import Cluster
 from titanlite.lab.memory import RankMemory
 from titanlite.lab.planned import PlannedRun
-from titanlite.optim.muon import Muon
-from titanlite.optim.orthogonalize import num_flops
 from titanlite.parallel.pipeline_parallel import STAGES_PER_RANK, ZERO_BUBBLE
 
 MATMUL_SHARE = 0.64  # of the peak FLOP/s, for matrix products of bf16
@@ -77,7 +74,7 @@ def step_time(run: PlannedRun, memory: list[RankMemory], cluster: Cluster) -> St
     parts = dict(compute)
     sizes = [tensor for unit in slowest.parameters.units for tensor in unit.tensors if tensor.is_trained]
     traffic = sum(t.sharded * (16 + 2 * t.state_bytes) for t in sizes)
-    optimizer = traffic / (OPTIMIZER_SHARE * card.memory_rate) + _newton_schulz(run, slowest, cluster)
+    optimizer = traffic / (OPTIMIZER_SHARE * card.memory_rate) + _update_products(run, slowest, cluster)
     parts["optimizer"] = optimizer * cluster.speeds.optimizer
     exposed = _communication(run, slowest, cluster, sum(compute.values()))
     parts |= {name: seconds for name, seconds in exposed.items() if seconds}
@@ -142,21 +139,16 @@ def _compute(run: PlannedRun, cluster: Cluster) -> dict[str, float]:
     }
 
 
-def _newton_schulz(run: PlannedRun, rank: RankMemory, cluster: Cluster) -> float:
-    """Seconds of Muon's matrix products, which the ranks of one copy of the model share."""
-    optimizer, degrees = run.optimizer, run.degrees
-    if not isinstance(optimizer, Muon):
-        return 0.0
-    steps = len(optimizer.ns_custom_coefficients) or optimizer.ns_steps
-    named = dict(run.net.named_parameters())
+def _update_products(run: PlannedRun, rank: RankMemory, cluster: Cluster) -> float:
+    """Seconds of the matrix products of the optimizer's updates of the blocks, which the ranks of one copy of
+    the model share."""
+    degrees = run.degrees
     mine = {tensor.name for unit in rank.parameters.blocks.values() for tensor in unit.tensors}
-    groups = optimizer.grouped(run.net).items()
-    names = [name for settings, names in groups if settings.rule == "muon" for name in names if name in mine]
-    flops = 0.0
-    for name in names:  # each expert's gate, up and down projection is a matrix by itself
-        *leading, rows, columns = named[name].shape
-        stacked = run.net.num_stacked(name)
-        flops += math.prod(leading) * stacked * num_flops(rows // stacked, columns, steps)
+    flops = sum(
+        run.optimizer.step_flops(run.net, name, group.rule)
+        for group, names in run.optimizer.grouped(run.net).items()
+        for name in mine.intersection(names)
+    )
     ranks = degrees.dp_shard * degrees.cp * degrees.tp
     return flops / ranks / (MATMUL_SHARE * cluster.card.flops)
 

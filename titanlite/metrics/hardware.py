@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from titanlite.log import logger
-from titanlite.metrics.ranks import Ranks
+from titanlite.metrics.metric import OpenMetric, StepResult
+from titanlite.runtime.runtime import Runtime
 
 READINGS: list[tuple[str, str, Callable[..., Any]]] = [  # the metric, its rank, and which GPU stands out
     ("gpu/power_w", "gpu/power_w_rank", max),
@@ -19,19 +20,29 @@ READINGS: list[tuple[str, str, Callable[..., Any]]] = [  # the metric, its rank,
 ]
 
 
-class Hardware:
-    """The state of all ranks' GPUs; nothing on other devices."""
+class Hardware(OpenMetric):
+    """The state of all ranks' GPUs, in detailed reports; nothing on other devices.
 
-    def __init__(self, ranks: Ranks):
-        self._ranks, self._device = ranks, ranks.device
+    Metrics:
+        memory/alloc_retries: how often torch freed its cached memory and tried again, because memory was
+            short, over all ranks since the previous detailed report; above 0 costs speed
+        gpu/power_w, gpu/power_w_rank (W): highest power draw
+        gpu/sm_clock_mhz, gpu/sm_clock_mhz_rank (MHz): lowest clock of the multiprocessors
+        gpu/temperature_c, gpu/temperature_c_rank (C): highest temperature
+        gpu/utilization_pct, gpu/utilization_pct_rank (%): lowest share of the last moments in which a kernel
+            ran
+    """
+
+    def __init__(self, rt: Runtime):
+        self._rt, self._device = rt, rt.device
         self._retries = 0
         self._has_nvml = True
 
-    def metrics(self) -> dict[str, float]:
+    def measure(self, step: StepResult) -> dict[str, float]:
         """The metrics. Of several GPUs, the one that stands out, and its rank. Collective."""
-        if self._device.type != "cuda":
+        if self._device.type != "cuda" or not step.is_detailed:
             return {}
-        return extremes(self._ranks.gather_floats([self._new_retries(), *self._readings()]))
+        return extremes(self._rt.gather_floats([self._new_retries(), *self._readings()]))
 
     def _new_retries(self) -> float:
         before, self._retries = self._retries, torch.cuda.memory_stats(self._device)["num_alloc_retries"]

@@ -6,7 +6,6 @@ its own.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,31 +18,21 @@ from titanlite.config.amount import Interval
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.data.step_sizes import StepSize
 from titanlite.metrics.memory import peak_memory
+from titanlite.metrics.metric import Metric
 from titanlite.metrics.sinks.base import RunInfo, Sink, Sinks
 from titanlite.metrics.sinks.console import Console
 from titanlite.metrics.sinks.events import EventLog
 from titanlite.metrics.sinks.jsonl import JsonLines, Tables
-from titanlite.metrics.sinks.mlflow import MLflow  # noqa: F401 -- registers the sink
 from titanlite.metrics.sinks.samples import Samples
 from titanlite.metrics.sinks.tensorboard import TensorBoard
-from titanlite.metrics.sinks.trackio import Trackio  # noqa: F401 -- registers the sink
-from titanlite.metrics.sinks.wandb import WandB
-from titanlite.step_clock import Phase, StepClock
-
-PHASE_METRICS: dict[Phase, str] = {
-    "data": "time/data_s",
-    "forward": "time/forward_s",
-    "statistics": "time/statistics_s",
-    "backward": "time/backward_s",
-    "forward_backward": "time/forward_backward_s",
-    "optimizer": "time/optimizer_s",
-}
+from titanlite.step_clock import StepClock
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
     """Which metrics are reported, where and how often. The console, metrics.jsonl, events.jsonl and
-    samples.txt always get them; `[[metrics.sinks]]` tables add more sinks. Naming a sink twice is an error.
+    samples.txt always get them; `[[metrics.sinks]]` tables name more sinks, each at most once.
+    `[[metrics.extra]]` tables add metrics from outside the package.
     """
 
     log_freq: Interval = 10
@@ -56,12 +45,11 @@ class Metrics:
     """Steps between probes: an additional forward of the first micro-batch that measures the residual stream,
     attention and dead MLP units of each block, into metrics and probe.jsonl. The first and the last step of
     the run have one, too; 0: none."""
-    enable_tensorboard: bool = True
-    """Write TensorBoard files to <dump_folder>/tb, like `[[metrics.sinks]]` with name = "tensorboard"."""
-    enable_wandb: bool = False
-    """Send the run to Weights & Biases, like `[[metrics.sinks]]` with name = "wandb"."""
-    sinks: list[Sink] = field(default_factory=list)
-    """Sinks beside the console, metrics.jsonl, events.jsonl and samples.txt."""
+    extra: list[Metric] = field(default_factory=list)
+    """Metrics from outside the package, one `[[metrics.extra]]` table each, measured in every report."""
+    sinks: list[Sink] = field(default_factory=lambda: [TensorBoard()])
+    """Sinks beside the console, metrics.jsonl, events.jsonl and samples.txt: one `[[metrics.sinks]]` table
+    each, which replace the default, TensorBoard; `sinks = []`: none."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "log_freq")
@@ -70,12 +58,6 @@ class Metrics:
         for i, name in enumerate(names):
             if name in names[:i]:
                 raise ConfigError(f"{name!r} is named twice", f"sinks.{i}.name")
-            if name in [sink.name for sink in self._short_forms()]:
-                raise ConfigError(
-                    f"{name!r} is also on by metrics.enable_{name}; set that to false, or leave this "
-                    "table out",
-                    f"sinks.{i}.name",
-                )
 
     def is_due(self, step: int, last_step: int) -> bool:
         """Whether `step` has a report, whatever happens in it."""
@@ -90,14 +72,6 @@ class Metrics:
         """Whether `step` has a probe."""
         return _is_due(self.probe_freq, step, last_step)
 
-    def all_sinks(self) -> list[Sink]:
-        """The sinks that the keys of this section add."""
-        return [*self._short_forms(), *self.sinks]
-
-    def _short_forms(self) -> list[Sink]:
-        tensorboard = [TensorBoard()] if self.enable_tensorboard else []
-        return [*tensorboard, *([WandB()] if self.enable_wandb else [])]
-
     def open_sinks(self, run: RunInfo) -> Sinks:
         """All sinks of a run; for rank 0. Raises ConfigError for one that cannot work as it is set."""
         sinks = Sinks(
@@ -109,7 +83,7 @@ class Metrics:
                 "samples.txt": Samples(run.folder / "samples.txt", run.resumed_step),
             }
         )
-        for sink in self.all_sinks():
+        for sink in self.sinks:
             sinks.add(sink, run)
         return sinks
 
@@ -135,7 +109,25 @@ class StepCost:
 class Meter:
     """Times the steps of one rank. `synchronize` waits for the device. `clock` measures the phases of a step,
     on CUDA of the steps for which `is_measured` is true. `max_over_ranks`: the elementwise maximum of a
-    tensor. `set_up_began`: when the set-up of the run began, for the time to the first step."""
+    tensor. `set_up_began`: when the set-up of the run began, for the time to the first step.
+
+    Metrics:
+        throughput/tokens_per_second (tokens/s): positions computed, padding included, over all ranks
+        throughput/tokens_per_second_per_device (tokens/s per GPU): the same, divided by the number of ranks
+        throughput/tflops (TFLOP/s per GPU): model FLOPs: 6 per parameter and token, and attention;
+            recomputation is not counted. All parameters count except an embedding that is only looked up,
+            norm weights too. With `[lora]`, a frozen parameter has 4; that includes the gradient of the first
+            block's input, which is not computed
+        throughput/mfu (share): model FLOPs relative to the device's dense bf16 peak; absent for an unknown
+            device and in float32
+        time/step_s (s): mean time of a step
+        time/data_wait_pct (%): share of the time in which rank 0 waited for its next batch
+        time/to_first_step_s (s): from the start of the set-up to the end of the first step; reported once
+        memory/peak_allocated_gib (GiB): peak memory of tensors on rank 0's GPU
+        memory/peak_reserved_gib (GiB): peak memory that torch had reserved on it: this has to fit
+        memory/max_allocated_gib, memory/max_reserved_gib (GiB): with several GPUs: the same of the GPU that
+            has most, for example that of the first pipeline stage
+    """
 
     device: torch.device
     sinks: Sinks
@@ -164,7 +156,17 @@ class Meter:
 
     @contextmanager
     def untimed(self, key: str) -> Iterator[None]:
-        """Keeps the body's time out of the step time and reports it, in seconds, under `key`."""
+        """Keeps the body's time out of the step time and reports it, in seconds, under `key`.
+
+        Metrics:
+            time/validation_s (s): time of validation on sequences
+            time/tasks_s (s): time of scoring the tasks
+            time/generation_s (s): time of samples
+            time/probe_s (s): time of [probes](#the-probe)
+            time/rewind_s (s): time of a rewind after a spike ([numerics.md](numerics.md#rewinds))
+            time/profiling_s (s): time of writing profiles
+            checkpoint/stall_s (s): time that a save held up training
+        """
         self.synchronize()  # work of the steps that is still queued on the device counts as theirs
         began = time.perf_counter()
         yield
@@ -181,15 +183,6 @@ class Meter:
         self._tokens += tokens
         self._flops += tokens * self.cost.flops_per_token[self.cost.seq_len // size.num_splits]
 
-    def breakdown(self) -> dict[str, float]:
-        """Seconds per step by phase, and of the waits for collectives; {} if no step was measured. Waits for
-        the device."""
-        times = self.clock.times()
-        if times is None:
-            return {}
-        values = {PHASE_METRICS[name]: s for name, s in times.phases.items() if name in PHASE_METRICS}
-        return values | ({"time/communication_wait_s": times.wait_s} if self.cost.world_size > 1 else {})
-
     def report(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """Add the measured metrics to `values`, send them to the sinks and start a new window of steps. The
         caller has synchronised the device by reading the loss. Collective."""
@@ -200,7 +193,6 @@ class Meter:
         flops = self._flops / training_s / self.cost.world_size
         values = {
             **values,
-            "train/perplexity": perplexity(values["train/loss"]),
             "throughput/tokens_per_second": tokens_per_s,
             "throughput/tokens_per_second_per_device": tokens_per_s / self.cost.world_size,
             "throughput/tflops": flops / 1e12,
@@ -226,8 +218,3 @@ class Meter:
             most = self.max_over_ranks(torch.tensor(list(values.values()), device=self.device)).tolist()
             values |= zip(("memory/max_allocated_gib", "memory/max_reserved_gib"), most)
         return values
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss); infinity where a float would overflow."""
-    return math.inf if loss >= 700 else math.exp(loss)

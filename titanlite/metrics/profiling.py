@@ -36,8 +36,7 @@ class Profiling:
     profiler: Literal["torch", "nsys"] = "torch"
     """`torch`: write traces for ui.perfetto.dev to <dump_folder>/profile/, and at the end of the run log a
     table of the kernels that took longest. `nsys`: NVTX ranges and capture ranges, for
-    `nsys profile --trace-fork-before-exec=true -c cudaProfilerApi --capture-range-end=repeat`: ranks are
-    forks of the launcher."""
+    `nsys profile -c cudaProfilerApi --capture-range-end=repeat`."""
     enable_memory_snapshot: bool = False
     """Write the allocations of the traced steps to <dump_folder>/profile/, for pytorch.org/memory_viz."""
     profile_freq: int = 10

@@ -11,25 +11,17 @@ of 4,096 tokens by default, and the gradient of the head's weight in fp32."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from titanlite.log import logger
 from titanlite.losses import IGNORE, VocabularyShard
 
 CHUNK_TOKENS = 1024
 POSITION_BINS = 16
 COMPARED_TOKENS = 512  # per rank and step, compared with logits in fp64
 COMPARED_ROWS = 2048  # rows of the head's weight that are in fp64 at once
-
-# Differences to the loss in fp32 without a warning, in nats per token. Two losses with softmax, logarithm and
-# sum in fp32 are within 1e-6 of each other. bf16 rounds a logit between 16 and 32 by up to 1/16: the mean of
-# 512 tokens has a standard error of 1/16 / sqrt(3 * 512) = 1.6e-3.
-MAX_DIFFERENCE_OF_LOSS = 5e-4
-MAX_DIFFERENCE_OF_LOGITS = 5e-3
 
 
 class Difference(NamedTuple):
@@ -131,29 +123,6 @@ class TokenStatistics:
         if len(self.sources) > 1:  # the mean of a single source is train/loss
             values |= _means([f"loss/source/{name}" for name in self.sources], by_source)
         return values
-
-
-@dataclass
-class PrecisionWarning:
-    """Warns about a loss that is computed in too low precision: at the first report that shows it, and at
-    every tenth from then on."""
-
-    _num_reports: int = 0
-
-    def check(self, step: int, difference: Difference) -> None:
-        """Warn if `difference`, of this step, is larger than rounding explains."""
-        if abs(difference.of_loss) > MAX_DIFFERENCE_OF_LOSS:
-            size, advice = difference.of_loss, "compute its softmax, logarithm and sum in fp32"
-        elif abs(difference.of_logits) > MAX_DIFFERENCE_OF_LOGITS + 3 * difference.standard_error:
-            size, advice = difference.of_logits, "the logits may be too large for their dtype (logits/max)"
-        else:
-            return
-        if self._num_reports % 10 == 0:
-            logger.warning(
-                f"step {step}: the loss is computed in too low precision: it is {size:+.2g} nats per token "
-                f"off the cross-entropy in fp32 (numerics/loss_minus_fp32); {advice}"
-            )
-        self._num_reports += 1
 
 
 def exact_losses(

@@ -3,7 +3,7 @@ router in groups, shared experts, and dense first blocks. Moonlight (Liu et al. 
 
 Queries, keys and values are projected from latent vectors of low rank. Each head has dims that the rotary
 embedding turns and dims that it does not; the rotated key is shared by all heads. Values have fewer dims than
-queries and keys. Parameter names are those of Hugging Face's DeepseekV3ForCausalLM in transformers 5.
+queries and keys. Parameter names follow Hugging Face's DeepseekV3ForCausalLM in transformers 5.
 
 Shape suffixes: B batch, T tokens, N tokens of all sequences, K experts per token, E experts, G groups of
 experts, D model dim, H heads.
@@ -104,7 +104,7 @@ class DeepSeekV3Config(MoEConfig):
 
     @property
     def score_scale(self) -> float:
-        """The factor of the attention scores beside 1 / sqrt(head_dim)."""
+        """The factor of the attention scores in addition to 1 / sqrt(head_dim)."""
         mscale = 0.1 * self.rope_mscale_all_dim * math.log(self.rope_factor) + 1.0
         return self.attention_scale * mscale * mscale
 
@@ -302,7 +302,7 @@ HF_FIELDS = {  # Hugging Face's name: field of DeepSeekV3Config
     "norm_topk_prob": "norm_topk_prob",
     "routed_scaling_factor": "routed_scaling_factor",
 }
-HF_FIXED = {  # the only supported values; also those of a missing key, except for num_nextn_predict_layers
+HF_FIXED = {  # the only supported values, and the values of missing keys, except for num_nextn_predict_layers
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,

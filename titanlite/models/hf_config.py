@@ -156,8 +156,8 @@ def _yarn_attention_factor(rope: dict[str, Any]) -> float:
 
 
 def qwen_window(config: dict[str, Any], num_layers: int) -> int:
-    """The sliding window in the config.json of a Qwen model; 0: none. Raises ConfigError if it is that of
-    some layers only."""
+    """The sliding window in the config.json of a Qwen model; 0: none. Raises ConfigError if only
+    some layers have it."""
     if not config.get("use_sliding_window") or config.get("sliding_window", DEFAULT_WINDOW) is None:
         return 0
     full, sliding = "full_attention", "sliding_attention"

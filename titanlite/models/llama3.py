@@ -1,7 +1,7 @@
 """Llama 3 (Grattafiori et al. 2024): the decoder of decoder.py. The flavors from 1B have Llama 3.1's scaling
 of the rotary frequencies.
 
-Parameter names are those of Hugging Face's LlamaForCausalLM.
+Parameter names follow Hugging Face's LlamaForCausalLM.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class LoadBalance:
     for `bias`. The loss of balanced experts is 1 in each layer, times this; Hugging Face's
     router_aux_loss_coef is smaller by the factor of experts per token."""
     sequence_loss_coeff: float = 0.0
-    """Also minimise the loss `sequence` times this, beside another load_balance. DeepSeek-V3 has 0.0001,
-    beside `bias`."""
+    """Also minimise the loss `sequence` times this, in addition to another load_balance. DeepSeek-V3 has
+    0.0001, with `bias`."""
     z_loss_coeff: float = 0.0
     """Also minimise this times the mean square of the log-sum-exp of the router's logits, in each layer,
     which keeps the logits small (Zoph et al. 2022, with 0.001)."""

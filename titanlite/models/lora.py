@@ -21,7 +21,7 @@ from titanlite.models.layers import Linear
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
-    """LoRA: train and save adapters beside the linear layers of a frozen base model, the weights at
+    """LoRA: train and save adapters on the linear layers of a frozen base model, the weights at
     checkpoint.initial_load_path. A run that resumes needs the same base model again."""
 
     enable: bool = False

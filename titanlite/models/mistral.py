@@ -1,6 +1,6 @@
 """Mistral's dense models (Jiang et al. 2023): the decoder of decoder.py. Version 0.1 has a sliding window.
 
-Parameter names are those of Hugging Face's MistralForCausalLM.
+Parameter names follow Hugging Face's MistralForCausalLM.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """OLMoE (Muennighoff et al. 2024): the decoder of decoder.py with experts in every block and an RMSNorm over
 all heads' queries together, and one over all heads' keys.
 
-Parameter names are those of Hugging Face's OlmoeForCausalLM in transformers 5.
+Parameter names follow Hugging Face's OlmoeForCausalLM in transformers 5.
 """
 
 from __future__ import annotations

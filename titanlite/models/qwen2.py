@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5, dense (Yang et al. 2024): the decoder of decoder.py with biases in the projections to
 queries, keys and values.
 
-Parameter names are those of Hugging Face's Qwen2ForCausalLM.
+Parameter names follow Hugging Face's Qwen2ForCausalLM.
 """
 
 from __future__ import annotations

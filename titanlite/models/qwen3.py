@@ -1,7 +1,7 @@
 """Qwen3's dense models (Yang et al. 2025): the decoder of decoder.py with RMSNorm on each head's queries and
 keys before the rotary embedding. head_dim is independent of the model dim.
 
-Parameter names are those of Hugging Face's Qwen3ForCausalLM.
+Parameter names follow Hugging Face's Qwen3ForCausalLM.
 """
 
 from __future__ import annotations

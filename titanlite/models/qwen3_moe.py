@@ -1,6 +1,6 @@
 """Qwen3's mixtures of experts (Yang et al. 2025): Qwen3 with experts in every block, without shared experts.
 
-Parameter names are those of Hugging Face's Qwen3MoeForCausalLM in transformers 5.
+Parameter names follow Hugging Face's Qwen3MoeForCausalLM in transformers 5.
 """
 
 from __future__ import annotations

@@ -50,6 +50,11 @@ class AdamWKeys(Optimizer):
                 "beta2",
             )
 
+    def state_bytes(self, parameter: torch.Tensor, rule: str) -> float:
+        if self.state_dtype == "int8" and has_blocks(parameter):
+            return 2 * (1 + 4 / BLOCK)  # two codes, and one fp32 scale per block for each
+        return 4.0 if self.state_dtype == "bfloat16" else 8.0
+
     def check(self, model: Decoder, tensor_parallel: int = 1) -> None:
         super().check(model, tensor_parallel)
         if self.state_dtype == "int8":

@@ -128,6 +128,17 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
         None, the default: unknown. Arguments: see `update_of`."""
         return None
 
+    def state_bytes(self, parameter: torch.Tensor, rule: str) -> float | None:
+        """Bytes of optimizer state per element of a whole parameter under an update rule. FSDP counts them to
+        decide whether it frees gathered weights, and `titanlite plan` plans with them. None, the default:
+        unknown."""
+        return None
+
+    def step_flops(self, model: Decoder, name: str, rule: str) -> float:
+        """FLOPs of the matrix products in a step's update of the parameter `name`, for `titanlite plan`.
+        Default: none."""
+        return 0.0
+
     def default_rule(self, model: Decoder, name: str) -> str:
         """The update rule of the parameter `name`, one of `rules`, unless param_groups says another. `model`
         may be a pipeline stage. Default: empty, for an optimizer with a single rule."""

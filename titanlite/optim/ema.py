@@ -1,4 +1,4 @@
-"""`[ema]`: an exponential moving average of the weights, kept beside them."""
+"""`[ema]`: an exponential moving average of the weights, kept in addition to them."""
 
 from __future__ import annotations
 

@@ -130,11 +130,6 @@ def moments_by_rows(
         yield rows, *moments({key: state[key][rows] for key in KEYS if key in state})
 
 
-def stored_in_8_bits(m: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The moments as 8-bit state stores them, decoded again: fp32 [number of blocks, 64]."""
-    return _decode(*(t.to(dtype) for t, dtype in zip(_encode(m, v), DTYPES)))
-
-
 def has_blocks(parameter: torch.Tensor) -> bool:
     """Whether "int8" keeps the state of this parameter in 8 bits."""
     return parameter.ndim >= 2 and parameter.shape[-1] % BLOCK == 0

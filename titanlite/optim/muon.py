@@ -15,7 +15,7 @@ from titanlite.mesh import Mesh
 from titanlite.models.base import Decoder
 from titanlite.optim.adamw import AdamWKeys, build_adamw
 from titanlite.optim.muon_optimizer import Matrix, MuonOptimizer, MuonSettings
-from titanlite.optim.orthogonalize import Coefficients, coefficients_of
+from titanlite.optim.orthogonalize import Coefficients, coefficients_of, num_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +103,19 @@ class Muon(AdamWKeys, name="muon"):
                         "dims are above 1, or stacks of them",
                         f"optimizer.param_groups.{settings.entry}.rule",
                     )
+
+    def state_bytes(self, parameter: torch.Tensor, rule: str) -> float:
+        if rule == "adamw":
+            return super().state_bytes(parameter, rule)
+        return 4 + (4 / parameter.shape[-1] if self.normalize == "neuron" else 0)
+
+    def step_flops(self, model: Decoder, name: str, rule: str) -> float:
+        if rule == "adamw":
+            return 0.0
+        *experts, rows, columns = model.get_parameter(name).shape
+        stacked = model.num_stacked(name)
+        steps = len(self.ns_custom_coefficients) or self.ns_steps
+        return math.prod(experts) * stacked * num_flops(rows // stacked, columns, steps)
 
     def check_cpu_offload(self) -> None:
         raise ConfigError(

@@ -61,6 +61,16 @@ class ActivationCheckpoint:
                 known = {"op", "a number", *MODULES}
                 raise ConfigError(f"unknown option {name!r}{suggest(name, known)}", "selective_ac_option")
 
+    @property
+    def kept_share(self) -> float:
+        """Roughly the largest share of a block's activations that its forward keeps for the backward."""
+        if self.mode == "selective":
+            option = self.selective_ac_option
+            if option.isdecimal():
+                return 1 - 1 / int(option)
+            return 0.5 if option == "op" else 0.75 if "mlp" in option else 1.0
+        return {"none": 1.0, "full": 0.0, "memory_budget": self.memory_budget}[self.mode]
+
     def check(self, compile: Compile, tensor_parallel: bool, experts_apart: bool = False) -> None:
         """Raises ConfigError for a mode that does not work with the section [compile], with tensor parallel
         or with experts on axes of their own."""

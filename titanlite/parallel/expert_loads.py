@@ -50,12 +50,15 @@ class ExpertLoads:
         check_routers(net, settings)
         self.settings, self.mesh, self.clock = settings, mesh, clock
         self.counts_in_forward, self.expert_ranks = counts_in_forward, expert_ranks
-        self._names = list(layers := _layers(net))
-        self._num_experts = next((layer.gate.load.num_experts for layer in layers.values()), 0)
+        self.names = list(layers := _layers(net))
+        self.num_experts = next((layer.gate.load.num_experts for layer in layers.values()), 0)
         self._layers: list[MoE] = []  # of this rank
         self._rows = torch.empty(0)  # the indices of these layers in the model
-        self._positions = 0  # of the step, over all ranks and micro-batches
-        self._sums = torch.empty(0)  # of the step: the statistics of each layer of the model
+        self.num_positions = 0
+        """Number of positions of the newest step, over all ranks and micro-batches."""
+        self.sums = torch.empty(0)
+        """Statistics of the newest step over all ranks, fp32 [layers, 2 E + 1]: for each layer, the tokens of
+        each expert, the sums of the router's probabilities, and the z-loss."""
 
     def enable(self, net: Decoder) -> None:
         """Count and balance from now on in `net`, this rank's part of the model, whose buffers are
@@ -67,7 +70,7 @@ class ExpertLoads:
         for load in self._loads:
             load.enable(self.settings, self.counts_in_forward, self._sum_over_sequence_ranks())
         device = self._loads[0].tokens_per_expert.device
-        self._rows = torch.tensor([self._names.index(name) for name in layers], device=device)
+        self._rows = torch.tensor([self.names.index(name) for name in layers], device=device)
 
     def _sum_over_sequence_ranks(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """See RouterLoad.enable."""
@@ -89,10 +92,10 @@ class ExpertLoads:
     def begin_step(self, micro_batches: Sequence[Batch]) -> None:
         """Prepare the losses of a step on these micro-batches of this rank."""
         loads, settings = self._loads, self.settings
-        num_experts, ranks = self._num_experts, self.mesh.dp_size
+        num_experts, ranks = self.num_experts, self.mesh.dp_size
         positions = ranks * sum(batch.inputs.numel() for batch in micro_batches)
         sequences = ranks * sum(len(batch.inputs) for batch in micro_batches)
-        self._positions = positions  # also on a rank without layers of experts, which may report
+        self.num_positions = positions  # also on a rank without layers of experts, which may report
         if not loads:
             return
         for load in loads:
@@ -113,17 +116,17 @@ class ExpertLoads:
     def after_step(self, applied: torch.Tensor) -> None:
         """Add up the statistics of a step over all ranks, and update the state unless the step was skipped.
         `applied`: bool scalar, False if it was skipped. Collective."""
-        if not self._names:
+        if not self.names:
             return
-        self._sums = torch.zeros(len(self._names), 2 * self._num_experts + 1, device=applied.device)
+        self.sums = torch.zeros(len(self.names), 2 * self.num_experts + 1, device=applied.device)
         if self._layers:
             statistics = torch.stack([load.step_statistics() for load in self._loads])
-            self._sums.index_copy_(0, self._rows, statistics)
+            self.sums.index_copy_(0, self._rows, statistics)
         if self.mesh.device_mesh is not None:
             with self.clock.waiting():
-                dist.all_reduce(self._sums)
+                dist.all_reduce(self.sums)
         if self._layers:
-            self._update(self._sums[:, : self._num_experts].index_select(0, self._rows), applied)
+            self._update(self.sums[:, : self.num_experts].index_select(0, self._rows), applied)
 
     def _update(self, counts_LE: torch.Tensor, applied: torch.Tensor) -> None:
         """Update the state of this rank's layers. `counts_LE`: tokens per expert of these layers."""
@@ -132,37 +135,6 @@ class ExpertLoads:
         if self.settings.load_balance == "bias":
             biases = [getattr(layer.gate, CORRECTION_BIAS) for layer in self._layers]
             counts_LE = counts_LE.long()  # exact, so that the sign is the same on every device
-            below_mean_LE = (counts_LE.sum(1, keepdim=True) - self._num_experts * counts_LE).sign()
+            below_mean_LE = (counts_LE.sum(1, keepdim=True) - self.num_experts * counts_LE).sign()
             steps_LE = self.settings.coefficient * below_mean_LE * applied
             foreach_copy(biases, list(torch.stack(biases) + steps_LE))
-
-    def metrics(self) -> dict[str, float]:
-        """The metrics of the newest step; {} without experts. Waits for the device."""
-        if not self._names:
-            return {}
-        num_experts = self._num_experts
-        counts_LE, sums_LE, z_L1 = self._sums.cpu().double().split([num_experts, num_experts, 1], dim=1)
-        mean_L = counts_LE.mean(1)
-        violation_L = counts_LE.amax(1) / mean_L - 1
-        shares_LE = counts_LE / counts_LE.sum(1, keepdim=True)
-        probabilities_LE = sums_LE / sums_LE.sum(1, keepdim=True)
-        metrics = {
-            "moe/max_violation": violation_L.max(),
-            "moe/max_violation_mean": violation_L.mean(),
-            "moe/dead_experts": (counts_LE == 0).sum(),
-            "moe/router_entropy": torch.special.entr(probabilities_LE).sum(1).mean(),
-            "moe/balance_loss": num_experts * (shares_LE * probabilities_LE).sum(1).mean(),
-        }
-        if self.settings.force_load_balance:
-            metrics["moe/forced"] = torch.ones(())
-        if self.settings.z_loss_coeff:
-            metrics["moe/z_loss"] = self.settings.z_loss_coeff * z_L1.sum() / self._positions
-        if self.expert_ranks > 1:
-            loads_LR = counts_LE.unflatten(1, (self.expert_ranks, -1)).sum(-1)
-            metrics["moe/max_rank_load"] = (loads_LR / loads_LR.mean(1, keepdim=True)).max()
-        return {key: value.item() for key, value in metrics.items()}
-
-    def table(self) -> dict[str, list[int]]:
-        """The tokens of each expert in the newest step, by the name of the layer. Waits for the device."""
-        counts_LE = self._sums[:, : self._num_experts].long().tolist()
-        return dict(zip(self._names, counts_LE))

@@ -19,9 +19,10 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titanlite.config.component import ConfigError
-from titanlite.mesh import EXPERT_KEY, Degrees, Mesh, Parallelism, local_shard
+from titanlite.mesh import Mesh, local_shard
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.moe import Experts, Routing, moe_layers_of, places, sum_by_token
+from titanlite.parallelism import EXPERT_KEY, Degrees, Parallelism
 
 KEY = f"parallelism.{EXPERT_KEY}"
 EXPERTS = 0  # the dim of both weights [E, ...] of experts that expert parallel shards

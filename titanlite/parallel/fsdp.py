@@ -19,10 +19,11 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from titanlite.mesh import EXPERT_FSDP, Degrees, Mesh, Parallelism
+from titanlite.mesh import Mesh
 from titanlite.models.base import Decoder
 from titanlite.models.moe import moe_layers_of
 from titanlite.parallel.expert_parallel import fsdp_dim
+from titanlite.parallelism import EXPERT_FSDP, Degrees, Parallelism
 from titanlite.step_clock import StepClock
 from titanlite.torch_compat import (
     finish_weight_backward,
@@ -36,7 +37,7 @@ def frees_by_default(
     parallelism: Parallelism, degrees: Degrees, has_experts: bool, cpu_offload: bool
 ) -> bool:
     """Whether FSDP frees gathered parameters after the forward if fsdp_reshard_after_forward is "default".
-    Decisions that depend on memory have replaced the value before: lab/reshard.py.
+    Where memory decides, reshard.py has replaced the value before.
 
     With one shard there is nothing to free; experts with axes of their own may have more shards than the
     other parameters. Pipeline parallel would gather again for each micro-batch."""

@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.component import ConfigError
 from titanlite.log import logger
-from titanlite.mesh import Mesh, Parallelism
+from titanlite.mesh import Mesh
 from titanlite.models.base import Decoder, Inputs
 from titanlite.parallel.fsdp import add_up_gradients
+from titanlite.parallelism import Parallelism
 from titanlite.torch_compat import after_weight_backward, skip_p2p_to_own_rank
 
 STAGES_PER_RANK = {  # by schedule

@@ -7,7 +7,7 @@ which are equal on every layout within rounding."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -171,24 +171,3 @@ def _add_square(sums: torch.Tensor, x: torch.Tensor) -> None:
     """Add the sum of squares and the number of elements of `x` to the two `sums`."""
     sums[0] += _norm(x).square()
     sums[1] += x.numel()
-
-
-def probe_metrics(blocks: Sequence[BlockStatistics]) -> dict[str, Any]:
-    """The metrics of a probe: the extremes over blocks and heads, and where they are. A NaN is an extreme, so
-    that the metrics name the first block or head that has one."""
-    residual = {b.block: b.residual_max for b in blocks}
-    logits = {f"{b.block} head {i}": value for b in blocks for i, value in enumerate(b.attention_logit_max)}
-    entropies = {f"{b.block} head {i}": value for b in blocks for i, value in enumerate(b.attention_entropy)}
-    dead = {b.block: b.dead_units_pct for b in blocks if b.dead_units_pct is not None}
-    metrics: dict[str, Any] = {"probe/residual_rms_last": blocks[-1].residual_rms}
-    for key, place_key, extreme, values in (
-        ("probe/residual_max", "probe/residual_max_block", max, residual),
-        ("probe/attention_logit_max", "probe/attention_logit_max_head", max, logits),
-        ("probe/attention_entropy_min", "probe/attention_entropy_min_head", min, entropies),
-        ("probe/dead_units_pct", "probe/dead_units_pct_block", max, dead),
-    ):
-        if values:
-            not_numbers = [place for place, value in values.items() if math.isnan(value)]
-            place = not_numbers[0] if not_numbers else extreme(values, key=values.__getitem__)
-            metrics |= {key: values[place], place_key: place}
-    return metrics

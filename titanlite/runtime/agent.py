@@ -20,9 +20,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from titanlite.errors import PEER_ERRORS, TRACEBACK
-from titanlite.log import printable, tell, write_error
+from titanlite.log import tell, write_error
 from titanlite.runtime.environment import set_notes_folder
-from titanlite.runtime.hang import describe_hang, listed
+from titanlite.runtime.hang import describe_hang, name_ranks
 from titanlite.runtime.signals import AGAIN_S, END, SAVE, STOP, Stopped, handled_signals
 
 FINAL_CODES = {2, 3, 4, Stopped.exit_code}  # exit codes that a restart would only repeat
@@ -81,7 +81,7 @@ def blame(endings: Sequence[Ending], nodes: int) -> tuple[int, str]:
     if first.follows_another:
         stuck = [ending.rank for ending in endings if ending.is_stuck]
         if stuck:
-            return code, f"{listed(stuck)} did not end when told to; {text}"
+            return code, f"{name_ranks(stuck)} did not end when told to; {text}"
         if nodes > 1:
             text += "; it may have begun on another node: see its log"
     return code, text
@@ -207,7 +207,7 @@ class Agent(LocalElasticAgent):
     def _note(self, rank: int) -> str | None:
         try:
             assert self._notes is not None
-            return printable((self._notes / f"rank-{rank}").read_text("utf-8", errors="replace"))
+            return (self._notes / f"rank-{rank}").read_text("utf-8", errors="replace")
         except OSError:
             return None
 

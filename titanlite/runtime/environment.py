@@ -29,9 +29,9 @@ class Place(NamedTuple):
 
 
 def place() -> Place:
-    """This process's place, as a launcher sets it. Without WORLD_SIZE, or if it is 1, the process is the only
-    one of its job: schedulers and other programs leave RANK and LOCAL_RANK behind. Raises ConfigError if the
-    variables do not fit together."""
+    """This process's place among the ranks, as a launcher sets it. Without WORLD_SIZE, or if it is 1, the
+    process is the only one of its job: schedulers and other programs leave RANK and LOCAL_RANK behind. Raises
+    ConfigError if the variables do not fit together."""
     num_ranks = _number("WORLD_SIZE", 1, 1)
     if num_ranks == 1:
         return Place()
@@ -59,30 +59,10 @@ def _number(name: str, default: int | None, least: int, most: int | None = None)
     )
 
 
-def global_rank() -> int:
-    """Rank of this process in the job; see `place`."""
-    return place().rank
-
-
-def num_ranks() -> int:
-    """Number of processes in the job; see `place`."""
-    return place().num_ranks
-
-
-def local_rank() -> int:
-    """Number of this process among the processes of its node; see `place`."""
-    return place().local_rank
-
-
-def num_local_ranks() -> int:
-    """Number of processes of the job on this node; see `place`."""
-    return place().num_local_ranks
-
-
 def is_first_local_rank() -> bool:
     """Whether this is the first rank of its node, which reports errors that all ranks have."""
     try:
-        return local_rank() == 0
+        return place().local_rank == 0
     except ConfigError:  # it is the error
         return True
 

@@ -34,7 +34,7 @@ PHASES: dict[str, str] = {  # by Phase
 
 
 def keep_position(folder: str | None, rank: int) -> Callable[[int, Phase], None] | None:
-    """A function of step and phase that keeps them in `rank`'s file in the launcher's folder. It writes to
+    """Return a function that notes a step and a phase in `rank`'s file in the launcher's folder. It writes to
     memory, which takes about a microsecond. None without a launcher, or if the file cannot be made."""
     if folder is None:
         return None
@@ -86,7 +86,7 @@ class Collective(NamedTuple):
     def __str__(self) -> str:
         name = self.group.description
         name = "" if name in ("", "default_pg") else f"{name}, "
-        return f"{self.operation} number {self.number} ({name}{listed(self.group.ranks)})"
+        return f"{self.operation} number {self.number} ({name}{name_ranks(self.group.ranks)})"
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ class FlightRecord:
     pending: dict[Group, Collective]
 
     @classmethod
-    def of(cls, dump: Mapping[str, Any]) -> FlightRecord:
+    def from_dump(cls, dump: Mapping[str, Any]) -> FlightRecord:
         """Read a dump of torch's flight recorder, version 2. Raises KeyError, TypeError or ValueError for
-        something else. Sends and receives are left out: they have numbers of their own. The last collective
-        of a rank on gloo is the one whose error ends the rank."""
+        something else. Sends and receives are left out, because torch numbers them separately. The last
+        collective of a rank on gloo is the one whose error ends the rank."""
         ranks = {name: tuple(json.loads(group["ranks"])) for name, group in dump["pg_config"].items()}
         record = cls({}, {})
         for entry in dump["entries"]:
@@ -139,7 +139,7 @@ def read_flight_record(folder: str | Path, rank: int) -> FlightRecord | None:
     nccl, gloo = Path(f"{flight_record_prefix(str(folder))}{rank}"), Path(folder) / f"gloo-{rank}"
     for path, load in ((nccl, _load_pickle), (gloo, json.loads)):
         with suppress(OSError, KeyError, TypeError, ValueError, pickle.UnpicklingError, EOFError):
-            return FlightRecord.of(load(path.read_bytes()))
+            return FlightRecord.from_dump(load(path.read_bytes()))
     return None
 
 
@@ -163,8 +163,8 @@ class Missing(NamedTuple):
 
 
 def find_missing(records: Mapping[int, FlightRecord], silent: Sequence[int]) -> Missing | None:
-    """The collective that could not begin, and the ranks that have not entered it. None if each pending
-    collective was entered by all ranks that are known.
+    """Return the collective that could not begin, and the ranks that have not entered it; None if all known
+    ranks have entered each pending collective.
 
     `records`: by rank. `silent`: ranks of this node that run and have left no record. A rank that is missing
     from one group may wait in another one: then the rank that it waits for is the cause. Of several
@@ -204,13 +204,13 @@ def describe_hang(folder: str | Path, ranks: Sequence[int], silent: Sequence[int
         return ""
     where = [f"rank {rank} is {read_position(folder, rank)}" for rank in (*missing, *waiting[:1])]
     if elsewhere:
-        where.append(f"for {listed(elsewhere)} see the logs of other nodes")
+        where.append(f"for {name_ranks(elsewhere)} see the logs of other nodes")
     is_or_are, wait = "is" if len(missing) == 1 else "are", "waits" if len(waiting) == 1 else "wait"
-    text = f"{listed(missing)} {is_or_are} missing from {name}, in which {listed(waiting)} {wait}: "
+    text = f"{name_ranks(missing)} {is_or_are} missing from {name}, in which {name_ranks(waiting)} {wait}: "
     return text + "; ".join(where)
 
 
-def listed(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """For example "rank 3", or "ranks 0, 2 and 3"."""
     *most, last = [str(rank) for rank in sorted(ranks)]
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

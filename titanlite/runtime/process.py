@@ -15,27 +15,22 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.component import ConfigError
-from titanlite.runtime.environment import (
-    local_rank,
-    notes_folder,
-    num_local_ranks,
-    num_ranks,
-    set_deterministic_defaults,
-)
+from titanlite.runtime.environment import notes_folder, place, set_deterministic_defaults
 
 
 def world_size() -> int:
     """Number of ranks of this job."""
-    return dist.get_world_size() if dist.is_initialized() else num_ranks()
+    return dist.get_world_size() if dist.is_initialized() else place().num_ranks
 
 
 def pick_device() -> torch.device:
     """This rank's CUDA device, else Apple's GPU, else the CPU."""
     if torch.cuda.is_available():
-        processes, gpus = max(num_local_ranks(), local_rank() + 1), torch.cuda.device_count()
+        here, gpus = place(), torch.cuda.device_count()
+        processes = max(here.num_local_ranks, here.local_rank + 1)
         if processes > gpus:
             raise ConfigError(f"{processes} processes on this node, which has {gpus} GPUs; lower NGPU")
-        device = torch.device("cuda", local_rank())
+        device = torch.device("cuda", here.local_rank)
         torch.cuda.set_device(device)
         return device
     if torch.backends.mps.is_available() and world_size() == 1:

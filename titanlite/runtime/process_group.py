@@ -15,7 +15,7 @@ from titanlite.runtime.environment import (
     check_interfaces,
     connect_on_demand,
     notes_folder,
-    num_local_ranks,
+    place,
     set_flight_recorder_defaults,
     stay_on_this_node,
     store_address,
@@ -46,7 +46,7 @@ def init_process_group(device: torch.device, comm: Comm, rank: int, num_ranks: i
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     rendezvous: dict[str, Any] = {}
-    if num_ranks == num_local_ranks():
+    if num_ranks == place().num_local_ranks:
         stay_on_this_node()
         store = _store_on_this_node(num_ranks)
         if store is not None:
@@ -70,7 +70,7 @@ def _wait_for_store(rank: int, comm: Comm) -> None:
 
 def _store_on_this_node(num_ranks: int) -> Any:
     """The store over which ranks on one node meet: in memory for one rank, else a file in the launcher's
-    folder. None under another launcher, which has a store of its own."""
+    folder. None under another launcher, which opens a store itself."""
     if num_ranks == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
     if folder := notes_folder():

@@ -39,7 +39,7 @@ class NotReached(RuntimeError):
 
 class OneNode(RendezvousHandler):
     """The rendezvous of a single node, which waits for nobody and opens no port. Its store is in the
-    launcher's memory; the ranks have a store of their own."""
+    launcher's memory; the ranks meet over another store."""
 
     use_agent_store = False
 

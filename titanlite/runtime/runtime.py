@@ -22,14 +22,14 @@ import torch.distributed as dist
 from titanlite.config.component import ConfigError
 from titanlite.host_copy import HostCopy
 from titanlite.log import set_up_logging
-from titanlite.mesh import Mesh, Parallelism, build_mesh
+from titanlite.mesh import Mesh, build_mesh
+from titanlite.parallelism import Parallelism
 from titanlite.runtime import hang, process
 from titanlite.runtime.environment import (
-    global_rank,
     is_under_torchrun,
     logs_progress,
     notes_folder,
-    num_local_ranks,
+    place,
     set_library_defaults,
 )
 from titanlite.runtime.parent import die_with_launcher
@@ -196,16 +196,15 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
 
     After an error nothing is torn down: a rank that waited for its peers in a teardown would only delay the
     message. The launcher ends the other ranks."""
-    began, rank, size = time.perf_counter(), global_rank(), process.world_size()
-    if dist.is_initialized():
-        rank = dist.get_rank()
+    began, size = time.perf_counter(), process.world_size()
+    rank = dist.get_rank() if dist.is_initialized() else place().rank
     set_up_logging(rank, verbose=logs_progress(rank))
     set_library_defaults()
     if is_under_torchrun():
         die_with_launcher()
-    batch = BatchLayout.of(training, parallelism.degrees(size).data_parallel)
+    batch = BatchLayout.from_training(training, parallelism.degrees(size).data_parallel)
     device = process.pick_device()
-    parallelism.check_machine(device, num_local_ranks())
+    parallelism.check_machine(device, place().num_local_ranks)
     param_dtype = choose_param_dtype(training, device)
     offload = training.enable_cpu_offload  # FSDP does it, so even one process needs a process group
     ours = (size > 1 or offload) and not dist.is_initialized()

@@ -42,7 +42,7 @@ class Training:
     gradients of several micro-batches are accumulated. -1: that product."""
     batch_ramp: list[BatchRamp] = field(default_factory=list)
     """Other batch sizes at the start of the run, `[[training.batch_ramp]]` tables in ascending order of
-    `until`; global_batch_size holds after the last. Stages with a batch size of their own take precedence."""
+    `until`; global_batch_size holds after the last. A batch size of a stage takes precedence."""
     batch_ramp_lr: Literal["none", "sqrt", "linear"] = "none"
     """Factor of the learning rate while batch_ramp sets the batch size: `sqrt` and `linear` are the square
     root of batch size / global_batch_size and the ratio itself, `none` is 1."""
@@ -91,7 +91,7 @@ class Training:
 @dataclass(frozen=True)
 class BatchLayout:
     """How the sequences of one optimizer step are split into micro-batches: global_size = micro_batch_size x
-    num_micro_batches x data-parallel ranks. Sizes count sequences. global_size is that of
+    num_micro_batches x data-parallel ranks. Sizes count sequences. global_size follows from
     training.global_batch_size; stages and batch ramps may have others."""
 
     global_size: int
@@ -99,7 +99,7 @@ class BatchLayout:
     num_ranks: int
 
     @classmethod
-    def of(cls, training: Training, dp_size: int) -> BatchLayout:
+    def from_training(cls, training: Training, dp_size: int) -> BatchLayout:
         """The layout for `dp_size` data-parallel ranks. Raises ConfigError if global_batch_size is not
         a multiple of local_batch_size x dp_size."""
         unit = training.local_batch_size * dp_size

@@ -42,10 +42,18 @@ class OpenTask:
         2], the log-likelihood of each request's targets, and how many of them are not the model's most likely
         token.
 
-        Multiple choice: the share of questions whose right choice has the highest log-likelihood (`acc`), per
-        character (`acc_norm`) and per byte (`acc_bytes`). Cloze: the share of continuations that greedy
-        decoding would give (`acc`), and exp(-mean log-likelihood) (`perplexity`). `acc_stderr`: the standard
-        error of `acc`."""
+        Metrics:
+            tasks/NAME/acc: multiple choice: share of questions of [task NAME](data.md#tasks) whose right
+                choice has the highest log-likelihood; cloze: share of continuations that greedy decoding
+                would give
+            tasks/NAME/acc_norm, tasks/NAME/acc_bytes: multiple choice: the same for the log-likelihood per
+                character, per byte of the choice
+            tasks/NAME/acc_stderr: standard error of `acc`
+            tasks/NAME/perplexity: cloze: exp(-mean log-likelihood of a continuation), not per token
+            tasks/NAME/ema_acc, tasks/NAME/ema_acc_norm, tasks/NAME/ema_acc_bytes, tasks/NAME/ema_acc_stderr,
+                tasks/NAME/ema_perplexity: with `[ema]`: the same with the
+                [average of the weights](optimizers.md#averages-of-weights)
+        """
         right: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
         for question, own in self._slices():
             choices, (log_likelihoods, misses) = question.choices, scores[own].T

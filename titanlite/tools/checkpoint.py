@@ -34,7 +34,6 @@ from titanlite.checkpoint.run_identity import flatten
 from titanlite.checkpoint.state import AVERAGED_FROM, TRAIN, read_train
 from titanlite.config.component import ConfigError, suggest
 from titanlite.interop.dcp import non_finite_in
-from titanlite.log import printable
 
 EXIT_BAD = commit.CheckpointError.exit_code
 
@@ -138,4 +137,4 @@ def _show(paths: list[Path], list_tensors: bool = False) -> int:
 
 def _print(line: object) -> None:
     """Print a line without control characters, which names and texts in a checkpoint may contain."""
-    print(printable(line), flush=True)
+    print(line, flush=True)

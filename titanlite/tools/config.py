@@ -33,10 +33,10 @@ from titanlite.models.base import Decoder
 from titanlite.options import take_flag, take_numbers
 from titanlite.parallel import dry_run
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
-from titanlite.parallel.apply import ParallelSettings
 from titanlite.parallel.expert_loads import check_routers
 from titanlite.parallel.float8 import split_layers
 from titanlite.parallel.pipeline_parallel import check_auxiliary_losses
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.runtime.environment import set_library_defaults
 from titanlite.runtime.process import pick_device
 from titanlite.runtime.training import BatchLayout, choose_param_dtype
@@ -128,7 +128,7 @@ def check_inputs(job: Job, ranks: int) -> tuple[Job, int, list[str]]:
     startup.check_run_folder(job, tokenizer)
     startup.check_interop(job, tokenizer)
     job.validation.open_tasks(tokenizer, job.training.seq_len)
-    batch = BatchLayout.of(job.training, job.parallelism.degrees(ranks).data_parallel)
+    batch = BatchLayout.from_training(job.training, job.parallelism.degrees(ranks).data_parallel)
     sequences = job.data.check(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
     identity = None
     if sequences is None:

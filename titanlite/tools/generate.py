@@ -26,7 +26,7 @@ from titanlite.interop.formats import open_checkpoint
 from titanlite.interop.huggingface import open_hugging_face
 from titanlite.interop.weights import Weights, load_weights, mismatches, skeleton
 from titanlite.job import load_recorded_job, open_recorded_tokenizer
-from titanlite.log import for_terminal, set_up_logging, tell
+from titanlite.log import set_up_logging, tell
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.hf_config import read_family
 from titanlite.runtime.process import pick_device
@@ -152,9 +152,9 @@ def _print_growing(prompt: str, texts: Iterator[str]) -> str:
     for continuation in texts:
         text = prompt + continuation
         complete = max(len(text.rstrip("\ufffd")), printed)
-        print(for_terminal(text[printed:complete]), end="", flush=True)
+        print(text[printed:complete], end="", flush=True)
         printed = complete
-    print(for_terminal(text[printed:]))
+    print(text[printed:])
     return text
 
 

@@ -14,7 +14,7 @@ from titanlite.commands import Verb, parser
 from titanlite.config import reference
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import ALLOW_IMPORTS
-from titanlite.config.overrides import split_arguments, split_words
+from titanlite.config.overrides import split_arguments
 from titanlite.config.paths import check_folder
 from titanlite.config.shipped import shipped_configs
 from titanlite.options import Options, add_allow_imports, take_flag, take_numbers
@@ -162,22 +162,6 @@ def _config_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     return path, take_numbers(overrides, CONFIG_NUMBERS, least=1)[1]
 
 
-def _data_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None:
-    own = {"show": ["sequence", "num_sequences"], "plan": ["ranks"]}.get(argv[0])
-    rest = take_flag(take_flag(argv[1:], ALLOW_IMPORTS)[1], "--json")[1]
-    path, overrides = split_arguments(rest)
-    config = shown_config(path) if own is not None and path is not None else None
-    if own is None or config is None:
-        return None
-    return config, take_numbers(overrides, own)[1]
-
-
-def _tokenizer_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None:
-    words, overrides = split_words(take_flag(argv[1:], ALLOW_IMPORTS)[1])
-    named = argv[0] == "show" and words and words[0].endswith(".toml")
-    return (words[0], overrides) if named else None
-
-
 def _check_path(options: argparse.Namespace) -> None:
     check_folder(options.path)
 
@@ -222,29 +206,6 @@ VERBS = {
         "titanlite.tools.checkpoint",
         "list, verify, show and average checkpoints",
         own=("--tensors", "--last", "--steps", "--weights", "--output", "--allow-decayed", ALLOW_IMPORTS),
-    ),
-    "data": Verb(
-        "titanlite.tools.data",
-        "verify and show datasets, and plan what a run reads of them",
-        table="job",
-        config_of=_data_config,
-        own=(
-            "--sequence",
-            "--num-sequences",
-            "--seq-len",
-            "--packing",
-            "--cache-dir",
-            "--ranks",
-            "--json",
-            ALLOW_IMPORTS,
-        ),
-    ),
-    "tokenizer": Verb(
-        "titanlite.tools.tokenizer",
-        "train and show tokenizers",
-        table="job",
-        config_of=_tokenizer_config,
-        own=(ALLOW_IMPORTS,),
     ),
     "config": Verb(
         "titanlite.tools.config",

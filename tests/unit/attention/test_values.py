@@ -88,7 +88,7 @@ def test_a_backend_from_outside_has_to_say_that_it_takes_them() -> None:
     class Outside(SlidingWindow):
         name = "outside"
 
-    message = "'outside' does not support values of head dim 16 beside queries and keys of head dim 24"
+    message = "'outside' does not support values of head dim 16 with queries and keys of head dim 24"
     with pytest.raises(ConfigError) as e:
         Outside().build(NEEDS)
     assert (str(e.value), e.value.key) == (message, "attention.backend")

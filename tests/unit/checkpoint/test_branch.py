@@ -45,6 +45,7 @@ def trunk(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
     return job
 
 
+@pytest.mark.full
 def test_a_decay_branches_from_a_trunk(trunk: Job, corpus: Path) -> None:
     before = contents(trunk.folder)
     job = branch(trunk, corpus, "decay", f"--lr_scheduler.decay_start={BRANCH}")

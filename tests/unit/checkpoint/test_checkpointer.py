@@ -350,6 +350,7 @@ def start_on_rank(folder: Path, elsewhere: Path, kind: str) -> tuple[str, str]:
     return "", ""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

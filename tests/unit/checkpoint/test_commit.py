@@ -411,6 +411,7 @@ ACTIONS = st.one_of(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=25, deadline=None)
 @example(
     actions=[

@@ -194,6 +194,7 @@ def test_a_kill_between_two_moves_of_a_restart(tmp_path: Path, monkeypatch: pyte
     assert go(tmp_path / "copy", 2) == 2  # without restart, it resumes from the remaining checkpoint
 
 
+@pytest.mark.full
 def test_a_whole_run_restarts(tmp_path: Path, corpus: Path) -> None:
     job = make_job(tmp_path, corpus, "--training.steps=8")
     train(job)

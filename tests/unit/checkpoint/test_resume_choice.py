@@ -128,6 +128,7 @@ def test_a_file_that_cannot_be_read(
     assert go(tmp_path, 3) == 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("torn", [0, 10])
 def test_a_start_killed_while_it_wrote_the_identity_is_not_the_end_of_the_run(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, torn: int
@@ -284,6 +285,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
     return job
 
 
+@pytest.mark.full
 def test_a_run_that_went_back_equals_the_original(whole: Job, tmp_path: Path, corpus: Path) -> None:
     shutil.copytree(whole.folder, tmp_path / "run")
     job = make_job(tmp_path, corpus, "--training.steps=12", "--checkpoint.load_step=4")

@@ -133,6 +133,7 @@ def save_on_rank(folder: Path, mode: str) -> None:
         run.close()
 
 
+@pytest.mark.full
 def test_two_ranks_give_the_same_bytes_too(tmp_path: Path, run_on: Callable[..., list[Any]]) -> None:
     for mode in ("async", "disabled"):
         run_on(2, save_on_rank, tmp_path / mode, mode)

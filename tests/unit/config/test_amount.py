@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanlite.config.amount import DIVISIBLE, UNITS, Amount, Conversion, is_multiple
+from titanlite.config.amount import DIVISIBLE, UNITS, Amount, Conversion
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.data.step_sizes import StepSize, StepSizes
 
@@ -149,9 +149,3 @@ def test_an_amount_passes_the_bounds_that_numbers_are_checked_with() -> None:
     assert amount != -1
     assert bool(amount)
     check_at_least(Section(), 1, "freq")
-
-
-def test_multiples_of_an_amount_are_checked_later() -> None:
-    amount: Any = Amount.parse("1 epoch")
-    assert [is_multiple(amount, 3), is_multiple(3, amount)] == [True, True]
-    assert [is_multiple(6, 3), is_multiple(7, 3)] == [True, False]

@@ -179,6 +179,7 @@ def test_a_default_that_is_left_out_is_as_if_it_were_written(release: str, tmp_p
     }
 
 
+@pytest.mark.full
 def test_every_flavor_loads(tmp_path: Path) -> None:
     for name, flavors in FLAVORS.items():
         for flavor in flavors:
@@ -276,6 +277,7 @@ def test_the_page_has_the_current_table() -> None:
     assert text == page(text), "python -m tests.support.torchtitan_table"
 
 
+@pytest.mark.full
 def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, output = write(tmp_path, FILES["0.2 8B"]), tmp_path / "out.toml"
     assert cli.run(["migrate", str(source), "-o", str(output)]) == 0

@@ -56,6 +56,7 @@ def corpora(draw: st.DrawFn) -> tuple[int, Keys]:
     return n, draw(st.lists(st.lists(value, min_size=n, max_size=n), max_size=6))
 
 
+@pytest.mark.full
 @given(corpora())
 @settings(max_examples=400, deadline=None)
 def test_as_by_union_find(corpus: tuple[int, Keys]) -> None:
@@ -80,6 +81,7 @@ def test_the_first_document_stands_for_its_group(corpus: tuple[int, Keys]) -> No
     assert all(first[f] == f <= i for i, f in enumerate(first))
 
 
+@pytest.mark.full
 @given(corpora(), st.randoms(use_true_random=False))
 @settings(deadline=None)
 def test_the_order_of_the_bands_does_not_matter(

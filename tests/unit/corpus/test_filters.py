@@ -215,6 +215,7 @@ runs = st.lists(st.sampled_from(["a", "bb", "\u00e9\u00e9\u00e9", "\u4f60\u597d"
 phrases = st.tuples(runs, runs, runs).map(lambda r: " ".join([*r[0], *r[1], *r[0], *r[2]]))
 
 
+@pytest.mark.full
 @given(st.one_of(texts, phrases), st.lists(limits, max_size=3), st.lists(limits, max_size=6))
 @settings(max_examples=300, deadline=None)
 def test_repeated_ngrams(text: str, top: list[float], repeated: list[float]) -> None:
@@ -572,6 +573,7 @@ def test_golden_keys(name: str) -> None:
     assert bands_of(SECTIONS[name])(TEXT).tolist() == GOLDEN[name]
 
 
+@pytest.mark.full
 def test_keys_are_equal_in_another_process() -> None:
     """Whatever Python's own hashes are there."""
     program = (

@@ -174,6 +174,7 @@ def test_killed_at_any_moment_it_goes_on(
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.full
 def test_killed_while_it_cleans_up(raw: Path, reference: dict[str, str], tmp_path: Path) -> None:
     """From the mark that all is whole until the name is given, only files that are no longer needed go."""
     prepare_until_killed(raw, tmp_path / "out", "unlink:200")
@@ -211,6 +212,7 @@ def test_done_work_is_not_done_again(raw: Path, tmp_path: Path, monkeypatch: pyt
     assert whole["scan"] == whole["encode"] >= 15
 
 
+@pytest.mark.full
 def test_a_killed_run_leaves_no_processes(raw: Path, tmp_path: Path) -> None:
     """Its workers end with it, in the middle of whatever they do."""
     running = ranks.Ranks(1, drive_in_a_session, raw, tmp_path / "out")
@@ -251,6 +253,7 @@ def test_a_killed_worker_ends_the_run_with_a_reason(raw: Path, tmp_path: Path) -
 # ---- input that changes, or is wrong
 
 
+@pytest.mark.full
 def test_an_edited_file_costs_only_its_own_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw, options = write_corpus(tmp_path / "in"), PrepareOptions(filters=(Length(min_words=3),))
     calls = counted(monkeypatch, "encode")
@@ -277,6 +280,7 @@ def test_an_edited_file_costs_only_its_own_splits(tmp_path: Path, monkeypatch: p
         assert fresh.fingerprint == made.fingerprint
 
 
+@pytest.mark.full
 def test_a_broken_line_stops_and_once_mended_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +303,7 @@ def test_a_broken_line_stops_and_once_mended_it_goes_on(
     assert again < calls["scan"] - again
 
 
+@pytest.mark.full
 def test_bad_lines_are_skipped_and_counted_if_asked_for(tmp_path: Path) -> None:
     raw = write_corpus(tmp_path / "in")
     before = make(raw, tmp_path / "before", num_processes=1)

@@ -225,6 +225,7 @@ def test_wrong_words(
     assert not list(tmp_path.glob("*out*"))
 
 
+@pytest.mark.full
 def test_a_kill_loses_nothing(stream: LineStream, tmp_path: Path) -> None:
     """In processes of their own, in which nothing else has registered the tokenizer."""
     toml = write_toml(tmp_path, f'output = "{tmp_path}/out"\n[tokenizer]\nname = "bytes"')

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.tiers import full
 from titanlite.data import order
 from titanlite.data.order import MIXING_BLOCK, TABLE, Mixture, key_of, permute, quotas
 
@@ -118,7 +119,7 @@ def chi_squares(n: int, bins: int, permutation: Callable[[np.ndarray, int, int],
     return scores
 
 
-@pytest.mark.parametrize("n", [11, 1000, TABLE + 1, 10007, 10**9])
+@pytest.mark.parametrize("n", [11, full(1000), TABLE + 1, full(10007), full(10**9)])
 def test_images_are_uniform_over_keys(n: int) -> None:
     """The scores are within five standard deviations on both sides: neither biased nor too even."""
     assert max(abs(z) for z in chi_squares(n, 10, permute)) < 5
@@ -132,6 +133,7 @@ def test_uniformity_bound_catches_bad_permutations() -> None:
     assert apart > 100
 
 
+@pytest.mark.full
 def test_fixed_points_are_as_many_as_chance_has() -> None:
     """A random permutation has one fixed point on average, with variance one."""
     for n, num_keys in ((50, 300), (TABLE + 1, 100)):

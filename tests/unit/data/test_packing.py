@@ -21,6 +21,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.support.datasets import FakeTokenizer, write_dataset
+from tests.support.tiers import full
 from titanlite import files as files_module
 from titanlite.config.component import ConfigError
 from titanlite.data import packing_index
@@ -54,7 +55,7 @@ def pack(kind: str, shards: TokenShards, seq_len: int) -> PackedSequences:
     return PACKINGS[kind](shards, seq_len, shards.path.parent / "cache", True)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     lengths=LENGTHS, seq_len=st.integers(1, 30), shard_tokens=st.integers(1, 300), window=st.integers(1, 20)
 )
@@ -95,7 +96,7 @@ def test_best_fit_holds_every_token_once(
     assert sequences.padding_share == pytest.approx(padding / (len(sequences) * (seq_len + 1)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(lengths=LENGTHS, seq_len=st.integers(1, 30), shard_tokens=st.integers(1, 300))
 def test_chunks_hold_every_token_as_a_target_once(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_len: int, shard_tokens: int
@@ -145,6 +146,7 @@ def test_a_window_is_packed_by_best_fit_decreasing(lengths: list[int], capacity:
     assert sorted(fill) == oracle(lengths, capacity)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seq_len", [512, 2048, 8192])
 def test_real_documents_leave_under_two_percent_padding(seq_len: int) -> None:
     """The sizes of the standard library's files in tokens of four bytes."""
@@ -170,6 +172,7 @@ def index_files(cache: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
+@pytest.mark.full
 def test_the_index_is_the_same_on_any_number_of_processes(
     shards: TokenShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,7 +209,7 @@ def damage(file: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["starts.bin", "lengths.bin", "rows.bin", "plan.json"])
-@pytest.mark.parametrize("how", ["first", "middle", "last", "cut", "gone", "folder"])
+@pytest.mark.parametrize("how", ["middle", *map(full, ["first", "last", "cut", "gone", "folder"])])
 def test_a_damaged_index_is_made_again_and_is_the_same(
     shards: TokenShards, tmp_path: Path, name: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:

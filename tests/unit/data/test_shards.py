@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from tests.support.datasets import FakeTokenizer, write_dataset
 from titanlite.config.component import ConfigError
+from titanlite.corpus import show_data as data_tool
 from titanlite.data.packing import BestFitSequences
 from titanlite.data.shards import TokenShards
 from titanlite.files import hash_file
 from titanlite.tokenizers.base import Tokenizer
-from titanlite.tools import data as data_tool
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13], [], [14, 15], [16], [17, 18, 19, 20]]
 TOKENS = [t for document in DOCUMENTS for t in document]
@@ -79,7 +79,7 @@ def test_bytes_on_disk_are_little_endian(tmp_path: Path) -> None:
     assert (tmp_path / "d" / "00000.idx").read_bytes() == bytes(8) + b"\x02" + bytes(7)
 
 
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=30).filter(any),
     shard_tokens=st.integers(1, 40),

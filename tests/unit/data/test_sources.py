@@ -14,10 +14,11 @@ import pytest
 from tests.support.datasets import FakeTokenizer, write_dataset
 from tests.support.megatron_files import write_megatron
 from titanlite.config.component import ConfigError
+from titanlite.corpus.megatron import Megatron
 from titanlite.data import tokenize_files
 from titanlite.data.dataset import Data
 from titanlite.data.shards import TokenShards
-from titanlite.data.sources import Megatron, Source, Tokens, short_names
+from titanlite.data.sources import Source, Tokens, short_names
 from titanlite.data.text_sources import PythonStdlib, Text, stdlib_files
 from titanlite.tokenizers.base import Tokenizer
 from titanlite.tokenizers.bytes import Bytes

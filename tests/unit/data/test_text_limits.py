@@ -84,6 +84,7 @@ def test_a_file_that_is_too_large_a_document(
         read(file, ONE_MIB)
 
 
+@pytest.mark.full
 def test_a_row_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A value that is stored once may be that of every row: rows are read few at a time."""
     monkeypatch.setattr(text_files, "PARQUET_BYTES", 4 << 20)
@@ -100,6 +101,7 @@ def test_a_row_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert peak < 30 << 20
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ending", "compress"), LINES)
 def test_memory_while_a_line_of_50_mb_is_found(
     tmp_path: Path, ending: str, compress: Callable[[bytes], bytes]

@@ -214,6 +214,7 @@ def test_mistakes_are_told_and_leave_nothing(run: Job, tmp_path: Path, capsys, c
     assert sorted(p.name for p in tmp_path.iterdir()) == ["copy", "job.toml"]
 
 
+@pytest.mark.full
 def test_another_tokenizer_than_the_runs_is_refused(run: Job, tmp_path: Path, capsys, corpus: Path) -> None:
     ranks = Path(__file__).resolve().parents[3] / "assets/tokenizer/stdlib.tiktoken"
     shutil.copy(ranks, tmp_path / "mine.tiktoken")
@@ -303,6 +304,7 @@ def peak_of_an_export(
     return (kib("VmHWM") - before) * 1024
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_export_holds_less_than_its_largest_file(tmp_path: Path, run_on: Callable[..., list[Any]]) -> None:
     """A model in the proportions of 8B, with 1/256 of its parameters in as many layers, in files of 1/256 of

@@ -351,6 +351,7 @@ def test_a_base_run_may_train_on(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_averages_are_of_a_and_b(trained: Trained, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As of all parameters: the average of checkpoints, and the average that [ema] keeps."""
     path = f"--checkpoint.initial_load_path={trained.base.folder / 'checkpoint/step-1'}"

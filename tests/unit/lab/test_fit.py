@@ -124,6 +124,7 @@ def test_the_law_of_run_folders(capsys: Capture, runs: Path) -> None:
     assert again["constants"] == law["constants"]
 
 
+@pytest.mark.full
 def test_a_job_is_forecast(capsys: Capture, runs: Path) -> None:
     held_out = write_run(runs.parent / "large", 128, 64000)
     job = str(held_out / "job.toml")
@@ -257,6 +258,7 @@ def test_runs_at_one_number_of_tokens_per_parameter_are_refused(capsys: Capture,
     assert "the tokens per parameter of the runs are between " in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_what_the_runs_do_not_tell_is_refused(capsys: Capture, tmp_path: Path, runs: Path) -> None:
     """A run of far more FLOPs, and jobs that the law is not of."""
     large = str(write_run(tmp_path / "large", 128, 64000) / "job.toml")

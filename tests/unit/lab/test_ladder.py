@@ -113,6 +113,7 @@ def test_the_written_runs_have_whole_schedules_and_carried_settings(
     capsys.readouterr()
 
 
+@pytest.mark.full
 def test_changed_files_and_other_jobs_are_refused(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,6 +160,7 @@ def test_gpu_hours_are_those_of_the_plan(
     assert float(hours[1]) == pytest.approx(plan["time"]["gpu_hours"], rel=0.01)
 
 
+@pytest.mark.full
 def test_the_next_command_leaves_out_runs_that_diverged(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

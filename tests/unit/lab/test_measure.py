@@ -25,6 +25,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "PRODUCT_SIZE", {"cpu": 64})
 
 
+@pytest.mark.full
 def test_a_measurement_is_written_and_taken_by_the_plan(tmp_path: Path, quick: None, capsys: Capture) -> None:
     file = tmp_path / "measured.json"
     assert cli.run(["tune", "debug", "--measure", f"--output={file}", *TINY]) == 0

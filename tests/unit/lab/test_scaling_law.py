@@ -46,6 +46,7 @@ def test_the_optimum_has_the_lowest_loss_for_its_flops() -> None:
     assert TRUE.flops_for(flops / 6 / best)[0] == pytest.approx(flops)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("noise", "num"), [(0.01, 16), full(0.002, 200), full(0.01, 200)])
 def test_intervals_contain_the_truth_as_often_as_they_say(noise: float, num: int) -> None:
     """95% of them; and half of them between the quartiles, so that intervals that are too wide fail, too."""

@@ -49,6 +49,7 @@ def test_the_rules_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert record["rms"].keys() == {"128", "256", "512"}
 
 
+@pytest.mark.full
 def test_control_the_standard_parametrisation_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run([*SMALL, "--standard", "--widths=128,512"]) == 1
     out = capsys.readouterr().out
@@ -61,6 +62,7 @@ def test_control_the_standard_parametrisation_fails(capsys: pytest.CaptureFixtur
 EXPERTS = ["tune", "moe_debug", *SMALL[2:]]
 
 
+@pytest.mark.full
 def test_the_rules_pass_with_experts() -> None:
     assert cli.run(EXPERTS) == 0
 
@@ -87,6 +89,7 @@ def test_control_a_router_that_keeps_its_rate_fails(
     assert "failed: a slope of router 0" in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", shipped_configs())
 def test_every_shipped_model_can_be_checked(name: str) -> None:
     job = load_job(name, world_size=None)

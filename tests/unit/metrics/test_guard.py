@@ -243,6 +243,7 @@ def test_control_a_run_without_bad_steps_differs(tmp_path: Path, corpus: Path, i
     assert files_of(job, 8) != files_of(idle, 8)
 
 
+@pytest.mark.full
 def test_a_streak_may_be_interrupted_twice(
     tmp_path: Path, corpus: Path, idle: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -305,6 +306,7 @@ def test_periodic_saves_wait_for_the_end_of_a_streak(tmp_path: Path, corpus: Pat
     assert saved_steps(job) == [6, 8]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("limit", [2, 8])
 def test_a_run_whose_last_steps_are_skipped_archives_them(tmp_path: Path, corpus: Path, limit: int) -> None:
     """The first start was killed before it could do so; the second has nothing to train, and does it."""
@@ -319,6 +321,7 @@ def test_a_run_whose_last_steps_are_skipped_archives_them(tmp_path: Path, corpus
     assert saved_steps(job) == [4, 8]
 
 
+@pytest.mark.full
 def test_a_run_without_a_healthy_checkpoint_begins_again(tmp_path: Path, corpus: Path) -> None:
     """Step 1 is saved with finite weights that may be the cause, and step 3 by a signal, in the streak. The
     run resumes from step 3."""
@@ -366,6 +369,7 @@ def test_the_way_back_waits_for_the_checkpoint_that_is_being_written(
         train(job)
 
 
+@pytest.mark.full
 def test_the_way_back_for_a_run_that_has_a_load_step(tmp_path: Path, corpus: Path) -> None:
     """The run has gone back to step 4, and is to go back to step 2 and to step 4 again."""
     train(make_job(tmp_path, corpus, "--checkpoint.interval=2"))
@@ -378,6 +382,7 @@ def test_the_way_back_for_a_run_that_has_a_load_step(tmp_path: Path, corpus: Pat
     assert [line["step"] for line in metrics_of(job)] == [*range(1, 9)]
 
 
+@pytest.mark.full
 def test_retention_keeps_two_checkpoints_from_before_a_streak(tmp_path: Path, corpus: Path) -> None:
     """Each start is stopped by a signal in the streak, and saves. The weights of step 2 may be the cause."""
     keys = [*EVERY, "--checkpoint.keep_latest_k=2", "--training.steps=16"]

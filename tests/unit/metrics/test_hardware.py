@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 
-from tests.support.fake_ranks import FakeRanks
+from tests.support.fake_ranks import DETAILED, STEP, FakeRanks
 from titanlite.metrics.hardware import Hardware, extremes
 
 NAN = math.nan
@@ -34,7 +34,7 @@ def test_one_gpu_needs_no_rank_and_unknown_values_are_left_out() -> None:
 
 
 def test_a_cpu_has_none() -> None:
-    assert Hardware(FakeRanks()).metrics() == {}
+    assert Hardware(FakeRanks()).measure(DETAILED) == {}
 
 
 def test_a_missing_library_is_said_once_and_retries_are_counted_since_the_last_report() -> None:
@@ -44,9 +44,10 @@ def test_a_missing_library_is_said_once_and_retries_are_counted_since_the_last_r
         patch("torch.cuda.power_draw", side_effect=ModuleNotFoundError("no pynvml")) as draw,
         patch("titanlite.metrics.hardware.logger") as logger,
     ):
-        assert [hardware.metrics() for _ in range(2)] == [
+        assert [hardware.measure(DETAILED) for _ in range(2)] == [
             {"memory/alloc_retries": 3},
             {"memory/alloc_retries": 2},
         ]
+        assert hardware.measure(STEP) == {}
     assert draw.call_count == logger.info.call_count == 1
     assert "install nvidia-ml-py" in logger.info.call_args.args[0]

@@ -4,7 +4,6 @@ and FLOPs from it, MFU only where the device's peak is known, and a new window a
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from titanlite.data.step_sizes import StepSize
 from titanlite.metrics import meter as meter_module
 from titanlite.metrics.meter import Meter, Metrics, StepCost
 from titanlite.metrics.sinks.base import Sinks, Writer
-from titanlite.step_clock import StepClock, StepTimes
+from titanlite.step_clock import StepClock
 
 
 class Clock:
@@ -161,18 +160,6 @@ def test_data_wait_is_a_share_of_the_time(clock):
     assert meter.report(3, LOSS)["time/data_wait_pct"] == 0.0
 
 
-def test_the_breakdown_has_the_phases_that_are_metrics(clock, monkeypatch):
-    meter = make_meter(clock)
-    assert meter.breakdown() == {}
-    phases = {"data": 0.1, "forward": 0.6, "start": 0.3}
-    times = StepTimes(step_s=1.0, phases=phases, wait_s=0.25, host_bound=True)
-    monkeypatch.setattr(meter.clock, "times", lambda: times)
-    phases = {"time/data_s": 0.1, "time/forward_s": 0.6}
-    assert meter.breakdown() == phases | {"time/communication_wait_s": 0.25}
-    meter.cost = replace(meter.cost, world_size=1)
-    assert meter.breakdown() == phases
-
-
 def test_a_report_begins_a_new_window_of_phases(clock):
     meter = make_meter(clock)
     with meter.waiting_for_data(1):
@@ -192,17 +179,6 @@ def test_data_wait_is_a_share_of_the_time_of_the_steps(clock):
     with meter.untimed("time/validation_s"):
         clock.sleep(98.0)
     assert meter.report(1, LOSS)["time/data_wait_pct"] == pytest.approx(50.0)
-
-
-@pytest.mark.parametrize(
-    ("loss", "perplexity"), [(0.0, 1.0), (2.0, math.exp(2.0)), (1e6, math.inf), (math.inf, math.inf)]
-)
-def test_perplexity(clock, loss, perplexity):
-    assert report_one_step(clock, {"train/loss": loss})["train/perplexity"] == perplexity
-
-
-def test_the_perplexity_of_a_loss_that_is_not_a_number_is_not_a_number(clock):
-    assert math.isnan(report_one_step(clock, {"train/loss": math.nan})["train/perplexity"])
 
 
 def test_a_cpu_reports_no_memory(clock):

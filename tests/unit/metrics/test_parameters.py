@@ -48,7 +48,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
     """A run of six steps with a report on each, of which the third is skipped."""
     job = make_job(
         tmp_path_factory.mktemp("parameters"), corpus, DETAILED, "--training.steps=6",
-        "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0", "--metrics.enable_tensorboard=true",
+        "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0", "--metrics.sinks=[{name = 'tensorboard'}]",
         f"--optimizer.param_groups=[{{pattern = '{NORM}', lr_multiplier = 0.0}}]",
     )  # fmt: skip
     with bad_steps({3}):
@@ -103,6 +103,7 @@ def test_the_noise_scale_follows_from_its_signal_and_noise(job: Job) -> None:
     assert any("train/noise_scale_sequences" in line for line in others)
 
 
+@pytest.mark.full
 def test_a_resume_writes_each_step_once(tmp_path: Path, corpus: Path, job: Job) -> None:
     for steps in (5, 6):
         keys = ("--checkpoint.interval=3", f"--training.steps={steps}")

@@ -92,6 +92,7 @@ def test_a_run_leaves_a_trace_and_a_table(
     assert shares[:-1] == sorted(shares[:-1], reverse=True)
 
 
+@pytest.mark.full
 def test_profiling_changes_no_number(tmp_path: Path, corpus: Path) -> None:
     def losses(name: str, *overrides: str) -> list[float]:
         train(job := make_job(tmp_path, corpus, *overrides, name=name))

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.support.fake_ranks import FakeRanks
+from tests.support.fake_ranks import STEP, FakeRanks
 from titanlite.metrics.slow_ranks import SlowRanks
 from titanlite.step_clock import StepTimes
 
@@ -34,12 +34,13 @@ def warnings(
     `data_s` longer for data than the others."""
     current: list[list[float]] = []
     num_ranks = len(reports[0])
-    ranks = SlowRanks(FakeRanks(rank, num_ranks, floats=lambda: current, values=HOSTS))
+    fake = FakeRanks(rank, num_ranks, floats=lambda: current, values=HOSTS, clock=Clock(TIMES))
+    ranks = SlowRanks(fake)
     with patch("titanlite.metrics.slow_ranks.logger") as logger:
         for report in reports:
             current[:] = [[own_s, 0.0, host_bound] for own_s in report]
             current[-1][1] = data_s
-            ranks.report(Clock(TIMES))  # type: ignore[arg-type]
+            ranks.measure(STEP)
     return [call.args[0] for call in logger.warning.call_args_list]
 
 
@@ -86,6 +87,7 @@ def test_rank_0_speaks_for_all() -> None:
     assert warnings([FAST, SLOW, SLOW], rank=1) == []
 
 
+@pytest.mark.full
 def test_noise_is_no_alarm() -> None:
     """1000 runs of 20 reports: a step's mean over ten steps varies by 5% here."""
     random.seed(0)
@@ -95,8 +97,9 @@ def test_noise_is_no_alarm() -> None:
 
 def test_metrics_name_the_slowest_rank() -> None:
     rows = [[1.0, 0, 1], [1.5, 0, 1]]
-    ranks = SlowRanks(FakeRanks(1, 2, floats=lambda: rows, values=HOSTS))
     clock = Clock(TIMES)
-    assert ranks.report(clock) == {"time/slowest_rank": 1, "time/slowest_rank_pct": 50.0}  # type: ignore[arg-type]
-    assert ranks.report(Clock()) == {}  # type: ignore[arg-type]
-    assert SlowRanks(FakeRanks(0, 1)).report(clock) == {}  # type: ignore[arg-type]
+    ranks = SlowRanks(FakeRanks(1, 2, floats=lambda: rows, values=HOSTS, clock=clock))
+    assert ranks.measure(STEP) == {"time/slowest_rank": 1, "time/slowest_rank_pct": 50.0}
+    assert SlowRanks(FakeRanks(0, 1, clock=clock)).measure(STEP) == {}
+    clock.given = None
+    assert ranks.measure(STEP) == {}

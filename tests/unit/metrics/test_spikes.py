@@ -86,6 +86,7 @@ def test_warm_up_gives_no_spike() -> None:
     assert find(losses) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_seeds", [5, full(334)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sigma", [0.02, 0.3])
@@ -115,6 +116,7 @@ def test_the_recorded_runs_give_none_and_a_planted_one_is_found(monkeypatch: pyt
         assert len(find([*losses, *[losses[-1] + 4] * 30])) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", [100, 271, 1003, 1008, 1012, 1022, 1023, 1040, 1300])
 def test_a_resumed_detector_finds_the_same(step: int) -> None:
     losses, whole = raised(1000, 1400, 0.8), find(raised(1000, 1400, 0.8))
@@ -288,6 +290,7 @@ def test_a_run_whose_loss_spikes_says_so_and_goes_on(
     assert spike["height"] > 1
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("short_windows")
 def test_a_run_that_stops_at_a_spike_names_the_checkpoint_before_it(tmp_path: Path, corpus: Path) -> None:
     """Step 24 lies in the rise, and is archived. Starting the run again gives the same result."""

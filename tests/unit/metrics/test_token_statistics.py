@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.fake_ranks import FakeRanks
 from tests.support.logs import listening
 from titanlite.losses import WHOLE_VOCABULARY
 from titanlite.metrics import token_statistics
-from titanlite.metrics.token_statistics import Difference, PrecisionWarning, TokenStatistics, exact_losses
+from titanlite.metrics.token_metrics import TokenMetrics
+from titanlite.metrics.token_statistics import Difference, TokenStatistics, exact_losses
 
 B, T, D, V = 4, 40, 24, 300
 
@@ -177,13 +179,13 @@ def test_the_inputs_stay_as_they_are(dtype: torch.dtype) -> None:
 
 def test_a_warning_says_what_to_look_at(caplog: pytest.LogCaptureFixture) -> None:
     with listening(caplog):
-        warning = PrecisionWarning()
+        warning = TokenMetrics(FakeRanks())
         for step in range(1, 12):
             warning.check(step, Difference(0.02, 0.001, 0.001))
         warning.check(12, Difference(1e-6, 0.004, 0.0))
         warning.check(13, Difference(1e-6, 0.009, 0.002))  # within three standard errors
         warning.check(14, Difference(float("nan"), float("nan"), float("nan")))
-        PrecisionWarning().check(15, Difference(-1e-6, -0.03, 0.002))
+        TokenMetrics(FakeRanks()).check(15, Difference(-1e-6, -0.03, 0.002))
     lines = list(dict.fromkeys(record.message for record in caplog.records))
     assert [line.split(":")[0] for line in lines] == ["step 1", "step 11", "step 15"]
     assert all(record.levelno == logging.WARNING for record in caplog.records)

@@ -95,6 +95,7 @@ def test_logits(models) -> None:
     assert (ours(tokens()) - theirs(tokens()).logits).abs().max() < 1e-4
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_likeliest_tokens_in_bf16(models) -> None:
     """The most likely tokens agree wherever the two largest logits differ by more than bf16's rounding (a
@@ -188,6 +189,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "flavor", "parameters"), SIZES)
 def test_flavors_have_the_published_sizes(family: Any, flavor: str, parameters: int) -> None:
     chosen = family(flavor=flavor)

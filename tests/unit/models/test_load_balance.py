@@ -22,6 +22,7 @@ from tests.support.load_balance import (
 )
 from tests.support.tiers import full
 from titanlite.config.component import ConfigError
+from titanlite.metrics.experts import load_metrics
 from titanlite.metrics.sinks.console import console_line
 from titanlite.models.load_balance import COEFFICIENTS, LoadBalance
 from titanlite.models.moe import MoE
@@ -70,7 +71,7 @@ def test_controls_no_loss_and_each_micro_batchs_own_loads_are_other_gradients() 
 
 def test_control_counting_in_the_forward_counts_repeated_forwards_twice() -> None:
     model, batch = moe_model(1, 0, BALANCE["global"], **FULL), sequences()
-    loads = model.settings.expert_loads
+    loads = model.expert_loads
     assert loads is not None
     loads.counts_in_forward = True
     loads.enable(model.net)
@@ -135,7 +136,7 @@ def test_the_first_step_has_no_gradient_of_the_loss_global() -> None:
 
 def test_metrics_of_uneven_loads() -> None:
     model = moe_model(1, 0, LoadBalance(z_loss_coeff=0.5))
-    loads = model.settings.expert_loads
+    loads = model.expert_loads
     assert loads is not None
     loads.begin_step([sequences()])
     tokens = torch.tensor([NUM_TOKENS] * NUM_CHOSEN + [0.0] * (NUM_EXPERTS - NUM_CHOSEN))
@@ -145,7 +146,7 @@ def test_metrics_of_uneven_loads() -> None:
         )
     loads.expert_ranks = 4
     loads.after_step(torch.tensor(True))
-    assert loads.metrics() == {
+    assert load_metrics(loads) == {
         "moe/max_violation": NUM_EXPERTS / NUM_CHOSEN - 1,
         "moe/max_violation_mean": NUM_EXPERTS / NUM_CHOSEN - 1,
         "moe/dead_experts": 2 * (NUM_EXPERTS - NUM_CHOSEN),

@@ -26,11 +26,16 @@ from titanlite.mesh import ALONE
 from titanlite.optim import low_bit
 from titanlite.optim.adamw import AdamW, StateDtype
 from titanlite.optim.base import guarded_step, set_lr
-from titanlite.optim.low_bit import BLOCK, CompiledAdamW, stored_in_8_bits
+from titanlite.optim.low_bit import BLOCK, DTYPES, CompiledAdamW, _decode, _encode
 from titanlite.train import train
 
 INT8, BFLOAT16 = "--optimizer.state_dtype=int8", "--optimizer.state_dtype=bfloat16"
 SHAPES = {"weight": (48, 512), "experts": (2, 5, 64), "narrow": (6, 40), "norm": (64,), "scale": ()}
+
+
+def stored_in_8_bits(m: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The moments as 8-bit state stores them, decoded again: fp32 [number of blocks, 64]."""
+    return _decode(*(t.to(dtype) for t, dtype in zip(_encode(m, v), DTYPES)))
 
 
 def parameters(seed: int = 0) -> dict[str, nn.Parameter]:
@@ -234,6 +239,7 @@ def ratio_of_running_means(beta2: float, num_steps: int, kind: str) -> float:
     return (ours / exact).sqrt().mean().item()
 
 
+@pytest.mark.full
 def test_why_bfloat16_needs_a_beta2_of_at_most_0_99() -> None:
     assert ratio_of_running_means(0.99, 1000, "bfloat16") == pytest.approx(1, abs=0.03)
     assert ratio_of_running_means(0.999, 3000, "bfloat16") > 1.5
@@ -342,6 +348,7 @@ def test_tensor_parallel_may_not_cut_a_block() -> None:
 WIDE = ["--model.overrides.dim=64", "--model.overrides.hidden_dim=128", "--model.overrides.head_dim=16"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("key", [INT8, full(BFLOAT16)])
 def test_a_run_resumes_to_the_bit(tmp_path: Path, corpus: Path, key: str) -> None:
     keys = (*WIDE, key, "--metrics.detail_freq=2", "--training.clip=tensor")

@@ -352,6 +352,7 @@ def num_compilations(monkeypatch: pytest.MonkeyPatch) -> int:
     return len(graphs)
 
 
+@pytest.mark.full
 def test_each_kernel_is_compiled_once_for_matrices_of_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_compilations(monkeypatch) == 2
     monkeypatch.setattr(muon_optimizer, "_flat", lambda tensor: tensor.view(-1))

@@ -15,13 +15,15 @@ from tests.support.tiers import full, sampled
 from titanlite.attention.sdpa import SDPA
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch
-from titanlite.losses import ChunkedCrossEntropy, cross_entropy
+from titanlite.losses import ChunkedCrossEntropy, CrossEntropy, cross_entropy
+from titanlite.mesh import ALONE
 from titanlite.models.base import Decoder
 from titanlite.models.decoder import Block
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint, apply_activation_checkpoint
+from titanlite.parallel.apply import parallelize
 from titanlite.parallel.compile import Compilations, Compile, apply_compile
-from titanlite.parallel.sharded_model import ShardedModel
+from titanlite.parallel.settings import ParallelSettings
 
 SHAPE = {
     "dim": 32,
@@ -68,7 +70,7 @@ def close(actual: tuple[float, list[torch.Tensor]], wanted: tuple[float, list[to
     )
 
 
-@pytest.mark.parametrize("name", sampled(MODES, {"none", "op", "every second", "memory budget"}))
+@pytest.mark.parametrize("name", sampled(MODES, {"none", "every second"}))
 def test_one_graph_serves_all_blocks_and_changes_nothing(name: str) -> None:
     checkpointing, wanted = MODES[name], step(build())
     torch.compiler.reset()
@@ -84,6 +86,7 @@ def test_one_graph_serves_all_blocks_and_changes_nothing(name: str) -> None:
     assert [name for name, _ in net.named_parameters()] == names
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["none", full("full")])
 def test_one_graph_serves_all_attention_objects_of_a_backend(mode: str) -> None:
     """A mask is an input of the graph: a micro-batch with other documents does not recompile it."""
@@ -116,7 +119,7 @@ def test_each_sequence_length_has_one_graph(masked: bool) -> None:
     batch = Batch(tokens, tokens, tokens.numel(), 0, torch.arange(12).expand(2, -1) % 5 if masked else None)
     graphs = []
     for num_splits in (4, 2, 1, 2, 4):
-        models = [ShardedModel(net, cross_entropy) for net in nets]
+        models = [parallelize(net, CrossEntropy(), ALONE, ParallelSettings()) for net in nets]
         split = batch.split(num_splits)
         plain, compiled = (m.forward_backward([split], torch.tensor(24)) for m in models)
         assert compiled.item() == pytest.approx(plain.item(), rel=1e-6)
@@ -216,6 +219,7 @@ def kept_elements(checkpointing: ActivationCheckpoint, compile: bool = False) ->
     return sum(kept.values())
 
 
+@pytest.mark.full
 def test_what_is_recomputed_is_not_kept() -> None:
     everything = kept_elements(MODES["none"])
     kept = {name: kept_elements(config) / everything for name, config in MODES.items()}
@@ -304,7 +308,7 @@ def test_samples_leave_the_compiler_alone() -> None:
     torch.compiler.reset()
     net, compilations = build(), Compilations()
     apply_compile(net, Compile(enable=True, backend="eager"))
-    model = ShardedModel(net, cross_entropy)
+    model = parallelize(net, CrossEntropy(), ALONE, ParallelSettings())
     for length in (3, 5, 8):
         model.logits(torch.arange(length)[None])
     assert compilations.since_last() == {}
@@ -312,6 +316,7 @@ def test_samples_leave_the_compiler_alone() -> None:
     assert compilations.since_last()["compile/graphs"] == 1
 
 
+@pytest.mark.full
 def test_compilations_after_the_first_report_are_told_with_their_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

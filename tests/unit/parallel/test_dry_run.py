@@ -10,10 +10,12 @@ import torch.distributed as dist
 from tests.support.models import family
 from tests.support.tiers import full
 from titanlite.losses import CrossEntropy
-from titanlite.mesh import Degrees, Parallelism, build_mesh, local_shard
+from titanlite.mesh import build_mesh, local_shard
 from titanlite.parallel import dry_run
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
 from titanlite.parallel.dry_run import PipelineRank, RankModel, model_of_rank
+from titanlite.parallel.settings import ParallelSettings
+from titanlite.parallelism import Degrees, Parallelism
 
 KEYS = {
     "pp": "pipeline_parallel_degree", "replicate": "data_parallel_replicate_degree",

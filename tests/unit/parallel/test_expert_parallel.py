@@ -14,13 +14,15 @@ from tests.support.fsdp import reshards_after_forward
 from tests.support.models import family
 from titanlite.config.component import ConfigError
 from titanlite.losses import CrossEntropy
-from titanlite.mesh import Degrees, Mesh, Parallelism, build_mesh, local_shard
+from titanlite.mesh import Mesh, build_mesh, local_shard
 from titanlite.models.base import ModelFamily
 from titanlite.models.moe import places
 from titanlite.models.qwen3_moe import Qwen3MoE
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
 from titanlite.parallel.expert_parallel import _order_by_expert, check_expert_parallel
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallel.sharded_model import ShardedModel
+from titanlite.parallelism import Degrees, Parallelism
 from titanlite.torch_compat import fake_process_group
 
 SHAPE = {

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tests.support.tiers import full
 from titanlite.parallel import initialize
 from titanlite.parallel.initialize import fill_normal
 
@@ -86,6 +87,6 @@ def shards_equal(world_size: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, full(4)])
 def test_shards_are_slices_of_the_full_tensor(run_on, world_size: int) -> None:
     assert all(run_on(world_size, shards_equal, world_size))

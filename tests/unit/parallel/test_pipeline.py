@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 
-from titanlite.mesh import Parallelism
 from titanlite.parallel.pipeline_parallel import (
     STAGES_PER_RANK,
     split_into_stages,
     stages_of_rank,
 )
+from titanlite.parallelism import Parallelism
 
 
 def sizes(layers: int, degree: int, **options: object) -> list[int]:

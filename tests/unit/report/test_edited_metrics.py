@@ -43,6 +43,7 @@ def run_of(folder: Path, records: list[Record], name: str = "run") -> RecordedRu
     return read_run(folder, name)
 
 
+@pytest.mark.full
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     st.dictionaries(st.sampled_from(KEYS), st.sampled_from(SPECIAL), max_size=len(KEYS)),

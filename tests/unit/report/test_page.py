@@ -531,6 +531,7 @@ def test_a_pipe_in_place_of_metrics_is_one_line(tmp_path: Path, capsys: pytest.C
     assert "it is a named pipe, not a file" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_hostile_files_beside_the_metrics(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"train/loss": [3.0, 2.0]})
     (folder / "job.toml").write_text(".".join("a" * 3000) + " = 1\n[training]\nsteps = []\nseq_len = {}\n")
@@ -702,6 +703,7 @@ def test_a_run_with_experts_has_charts_of_their_loads(folder: Path, tmp_path: Pa
     assert "Loads of experts" not in page_of(folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "line",
     [

@@ -296,6 +296,7 @@ def test_a_short_run_gets_no_verdict_on_its_loss() -> None:
 # ---- noise
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("num_seeds", "num"), [(40, 200), full(1000, 200), full(1000, 600)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sigma", [0.02, 0.3])
@@ -364,6 +365,7 @@ def recorded(node: Any) -> Iterator[list[dict[str, Any]]]:
             yield from recorded(child)
 
 
+@pytest.mark.full
 def test_the_recorded_runs_give_no_false_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them are healthy. They are too short for verdicts, so the limit is lowered here. The speeds were
     measured on machines with other work, and are not judged."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import subprocess
 import sys
@@ -18,31 +17,25 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousGracefulExitError,
     RendezvousTimeoutError,
 )
+from torch.distributed.elastic.utils import macros
 
 from titanlite.runtime import launcher, rendezvous
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def start(folder: Path, num_ranks: int) -> subprocess.Popen:
-    words = [f"--nproc-per-node={num_ranks}", "debug", f"--job.dump_folder={folder}", "--training.steps=2"]
-    command = [sys.executable, "-m", "titanlite.cli", "launch", *words, "--lr_scheduler.warmup_steps=0"]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_signal_while_the_launcher_imports(tmp_path: Path) -> None:
-    with start(tmp_path / "run", 2) as process:
+def test_a_signal_while_the_launcher_imports() -> None:
+    command = [sys.executable, "-m", "titanlite.cli", "launch", "--nproc-per-node=2", "debug"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         until = time.monotonic() + 60
         while signal.SIGTERM not in handled_by(process.pid):
             assert time.monotonic() < until, "the launcher does not handle the signal"
             time.sleep(0.05)
         process.terminate()
         error = process.communicate()[1]
-    assert (process.returncode, error) == (
-        75,
-        "titanlite: stopped by SIGTERM before the first step; nothing is lost\n",
-    )
+    assert process.returncode == 75
+    assert error == "titanlite: stopped by SIGTERM before the first step; nothing is lost\n"
 
 
 def handled_by(pid: int) -> set[int]:
@@ -51,12 +44,22 @@ def handled_by(pid: int) -> set[int]:
     return {number for number in signal.valid_signals() if int(status["SigCgt"], 16) >> (number - 1) & 1}
 
 
-def test_words_reach_the_ranks_as_they_are(tmp_path: Path) -> None:
-    folder = tmp_path / "a $$ ${local_rank} $x"  # torchrun replaces such words
-    with start(folder, 2) as process:
-        error = process.communicate()[1]
-    assert process.returncode == 0, error
-    assert (folder / "job.toml").exists()
+def options(num_nodes: int) -> argparse.Namespace:
+    return argparse.Namespace(
+        nproc_per_node=1, nnodes=str(num_nodes), max_nodes=num_nodes, max_restarts=0, node_rank=0,
+        rdzv_endpoint="first:29500" if num_nodes > 1 else "", rdzv_id="",
+    )  # fmt: skip
+
+
+def test_words_reach_the_ranks_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["train", "a $$ ${local_rank} $x"]  # torchrun replaces variables
+    given: list[argparse.Namespace] = []
+    monkeypatch.setattr(torchrun, "run", given.append)
+    assert launcher.start_ranks(options(1), words) == 0
+    (arguments,) = given
+    command = [arguments.training_script, *arguments.training_script_args]
+    assert macros.substitute(command, "0") == [sys.executable, "-u", "-m", "titanlite.cli", *words]
+    assert (arguments.rdzv_backend, len(arguments.rdzv_id)) == ("titanlite", 16)
 
 
 @pytest.mark.parametrize(
@@ -89,11 +92,6 @@ def test_nodes_that_do_not_meet(
 
     monkeypatch.setattr(torchrun, "run", run)
     monkeypatch.setattr(rendezvous, "reach_first_node", lambda *words: None)
-    options = argparse.Namespace(
-        nproc_per_node=1, nnodes="2", max_nodes=2, max_restarts=0, node_rank=0, rdzv_id="",
-        rdzv_endpoint="first:29500",
-    )  # fmt: skip
-    assert launcher.start_ranks(options, ["train", "debug"]) == code
+    assert launcher.start_ranks(options(2), ["train", "debug"]) == code
     waiting = "waiting for 2 nodes at first:29500"
     assert capfd.readouterr().err == f"titanlite: {waiting}\ntitanlite: {text}\n"
-    assert os.environ.get("TORCHELASTIC_RUN_ID") is None

@@ -53,6 +53,7 @@ class Model:
         self.itself = self
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cuda", [False, True], ids=["cpu", "cuda"])
 def test_what_an_earlier_run_left_gives_its_gpu_memory_back(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, cuda: bool

@@ -20,11 +20,12 @@ import transformers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
+from tests.support.tiers import full
 from titanlite.config.component import ConfigError
+from titanlite.corpus.make_tokenizer import byte_alphabet
 from titanlite.tokenizers.base import Tokenizer
 from titanlite.tokenizers.huggingface import HuggingFace
 from titanlite.tokenizers.tiktoken import LLAMA3_PATTERN, Tiktoken
-from titanlite.tools.tokenizer import byte_alphabet
 
 SHIPPED = Path(__file__).resolve().parents[3] / "assets" / "tokenizer" / "stdlib.tiktoken"
 QWEN_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
@@ -203,6 +204,7 @@ def test_bos_and_eos_by_key_and_without_a_configuration(tmp_path: Path) -> None:
         HuggingFace(path=file).build()
 
 
+@pytest.mark.full
 def test_fingerprints_tell_files_and_frames_apart(tmp_path: Path) -> None:
     q, moved, spaced = (write(tmp_path / name, "qwen", **TOKENS["qwen"]) for name in "qms")
     (spaced / "tokenizer.json").write_text((q / "tokenizer.json").read_text() + " ")
@@ -236,8 +238,8 @@ def with_a_space_in_front(tree: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        *(sentencepiece, without_a_byte, wordpiece, lowercased, with_a_space_in_front),
-        lambda tree: tree.pop("model"),
+        *(without_a_byte, lowercased),
+        *map(full, [sentencepiece, wordpiece, with_a_space_in_front, lambda tree: tree.pop("model")]),
     ],
 )
 def test_a_file_that_would_lose_text(tmp_path: Path, spoil: Callable[[dict[str, Any]], None]) -> None:

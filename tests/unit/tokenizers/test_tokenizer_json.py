@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Library
 
+from tests.support.tiers import full
 from titanlite.config.component import ConfigError
 from titanlite.tokenizers import tokenizer_json
 from titanlite.tokenizers.base import BOS, EOS, Tokenizer, TokenizerConfig
@@ -80,6 +81,7 @@ KINDS: dict[str, TokenizerConfig] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_are_equal_on_varied_text(tmp_path: Path, kind: str) -> None:
     tokenizer = KINDS[kind].build()
@@ -98,10 +100,10 @@ def test_ids_are_equal_on_varied_text(tmp_path: Path, kind: str) -> None:
     [
         CL100K,
         r"(?:[a\]\)]|[0-9[a-c]]){2,3}+|.|\n",
-        r"\d{2}+|[^\d]{3,}+|[\s\S]",
+        full(r"\d{2}+|[^\d]{3,}+|[\s\S]"),
         r"\S+|\s+$|\s",
-        r"^\s+|\S+|\s",
-        r"\pL+|\PL+",
+        full(r"^\s+|\S+|\s"),
+        full(r"\pL+|\PL+"),
     ],
 )
 def test_regular_expressions_are_translated(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
@@ -121,11 +123,13 @@ def test_a_regular_expression_of_tiktoken_alone_is_refused() -> None:
         verified_files(tokenizer)
 
 
+@pytest.mark.full
 def test_special_tokens_in_text_are_compared_as_in_training() -> None:
     for in_text in (True, False):
         verified_files(Tiktoken(path=STDLIB, special_tokens_in_text=in_text).build())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["tiktoken", "another split"])
 def test_ids_are_equal_on_runs_that_are_cut(tmp_path: Path, kind: str) -> None:
     """Of more than 25,000 spaces or others; on both sides of the limit, in a row, and within other text."""
@@ -163,6 +167,7 @@ def test_special_tokens_in_text_are_read_as_such() -> None:
     assert {tokenizer.bos, tokenizer.eos} <= set(ids)
 
 
+@pytest.mark.full
 def test_a_tokenizer_json_goes_out_as_it_came_in(tmp_path: Path) -> None:
     source = tmp_path / "source"
     opened(Tiktoken(path=STDLIB).build(), source)
@@ -203,6 +208,7 @@ CLASSES = [
 ]
 
 
+@pytest.mark.full
 def test_no_class_of_the_source_changes_the_ids(tmp_path: Path) -> None:
     source = with_numbers_of_three(tmp_path / "source")
     tokenizer = HuggingFace(path=str(source), special_tokens_in_text=True).build()
@@ -222,6 +228,7 @@ def test_no_class_of_the_source_changes_the_ids(tmp_path: Path) -> None:
     assert [rebuilt.encode(text, add_special_tokens=False) for text in NUMBERS] != right
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "config",
     [
@@ -267,10 +274,10 @@ def test_a_role_without_an_id_is_left_out_of_an_export(tmp_path: Path, name: str
     ("name", "tree"),
     [
         ("tokenizer_config.json", {"additional_special_tokens": ["<|tool|>", "<d>"]}),
-        ("tokenizer_config.json", {"extra_special_tokens": [{"__type": "AddedToken", "content": "<d>"}]}),
-        ("tokenizer_config.json", {"extra_special_tokens": {"image_token": "<d>"}}),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"9000": {"content": "<d>"}}}),
-        ("tokenizer_config.json", {"image_token": "<d>"}),
+        full("tokenizer_config.json", {"extra_special_tokens": [{"__type": "AddedToken", "content": "<d>"}]}),
+        full("tokenizer_config.json", {"extra_special_tokens": {"image_token": "<d>"}}),
+        full("tokenizer_config.json", {"added_tokens_decoder": {"9000": {"content": "<d>"}}}),
+        full("tokenizer_config.json", {"image_token": "<d>"}),
         ("special_tokens_map.json", {"additional_special_tokens": ["<d>"]}),
         ("added_tokens.json", {"<d>": 9000}),
     ],

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlite.config.component import ConfigError
+from titanlite.corpus import make_tokenizer as tool
 from titanlite.tokenizers.base import BOS, EOS, Tokenizer
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tokenizers.tiktoken import LLAMA3_PATTERN, Tiktoken
-from titanlite.tools import tokenizer as tool
 
 SHIPPED = Path(__file__).resolve().parents[3] / "assets" / "tokenizer" / "stdlib.tiktoken"
 
@@ -80,6 +80,7 @@ def test_shipped_is_the_default_from_the_repository_root(monkeypatch: pytest.Mon
     assert Tiktoken().build().fingerprint == "f977b22be762b457"
 
 
+@settings(max_examples=30)
 @given(text=st.text())
 def test_round_trip(shipped: Tokenizer, text: str) -> None:
     ids = shipped.encode(text)

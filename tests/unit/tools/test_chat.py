@@ -51,6 +51,7 @@ def chat(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple
     return code, out, err
 
 
+@pytest.mark.full
 def test_answers_are_those_of_transformers(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +88,7 @@ def test_a_tokenizer_without_a_template_is_told(
     assert "has no chat template" in err.strip().splitlines()[-1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("length", [0, 3, 99])
 def test_a_template_that_takes_too_much_is_told(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], length: int

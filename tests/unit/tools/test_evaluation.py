@@ -137,6 +137,7 @@ def test_tasks_have_the_harness_results(tmp_path: Path, corpus: Path, add_bos: b
     assert actual["log perplexity"] != pytest.approx(actual["log ema_perplexity"], rel=1e-3)  # control
 
 
+@pytest.mark.full
 def test_what_the_harness_does_with_a_directory(exported) -> None:
     path, net, tokenizer = exported
     config = transformers.AutoConfig.from_pretrained(path)

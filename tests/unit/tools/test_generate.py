@@ -176,6 +176,7 @@ def test_a_run_is_continued_as_its_samples_are(run: Run, tmp_path: Path, corpus:
     assert (job.folder / "samples.txt").read_bytes().decode().startswith(f"--- step 2\n{out}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
 def test_an_export_is_continued_as_its_run_is(run: Run, tmp_path: Path, corpus: Path, family: str) -> None:
     job = make_job(tmp_path, corpus, "--training.steps=2", f"--model.name={family}")

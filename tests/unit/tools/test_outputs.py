@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from titanlite import cli
+from titanlite.contrib import migrate
+from titanlite.corpus import make_tokenizer as tokenizer
 from titanlite.corpus import prepare
-from titanlite.tools import export, import_weights, migrate, tokenizer
+from titanlite.tools import export, import_weights
 
 
 def fail(*args: object, **kwargs: object) -> None:

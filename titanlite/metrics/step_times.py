@@ -1,0 +1,45 @@
+"""The times of a step by phase."""
+
+from __future__ import annotations
+
+from titanlite.metrics.metric import OpenMetric, StepResult
+from titanlite.runtime.runtime import Runtime
+from titanlite.step_clock import Phase
+
+PHASE_METRICS: dict[Phase, str] = {
+    "data": "time/data_s",
+    "forward": "time/forward_s",
+    "statistics": "time/statistics_s",
+    "backward": "time/backward_s",
+    "forward_backward": "time/forward_backward_s",
+    "optimizer": "time/optimizer_s",
+}
+
+
+class StepTimes(OpenMetric):
+    """Seconds per step by phase, in detailed reports.
+
+    Metrics:
+        time/data_s (s): wait for the batches
+        time/forward_s (s): forward and loss
+        time/statistics_s (s): the [statistics of token losses](#the-loss-in-detail), which only a step with a
+            detailed report computes
+        time/backward_s (s): backward, with the reduction of gradients
+        time/forward_backward_s (s): with pipeline parallel and CUDA graphs: both, with the bubbles of a
+            pipeline's schedule
+        time/optimizer_s (s): gradient norm, clipping, optimizer step, and the wait for a save that still
+            copies weights
+        time/communication_wait_s (s): with several ranks: the part of the step in which the rank waited for
+            collectives
+    """
+
+    def __init__(self, rt: Runtime):
+        self._rt = rt
+
+    def measure(self, step: StepResult) -> dict[str, float]:
+        """The metrics; {} if no step was measured. Waits for the device."""
+        times = self._rt.clock.times() if step.is_detailed else None
+        if times is None:
+            return {}
+        values = {PHASE_METRICS[name]: s for name, s in times.phases.items() if name in PHASE_METRICS}
+        return values | ({"time/communication_wait_s": times.wait_s} if self._rt.world_size > 1 else {})

@@ -1,0 +1,224 @@
+"""[parallelism]: how many ranks each kind of parallelism has."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+
+from titanlite.config.component import ConfigError, check_at_least
+from titanlite.torch_compat import symmetric_memory_of_fsdp
+
+
+class Degrees(NamedTuple):
+    """The number of ranks along each axis, or a rank's coordinate on each axis, in the mesh's order."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+
+    @property
+    def data_parallel(self) -> int:
+        """The number of ranks that read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    def of_experts(self, expert_degree: int) -> dict[str, int]:
+        """The number of ranks along each axis of experts, in the mesh's order."""
+        rest = self.dp_shard * self.cp * self.tp // expert_degree
+        return {"pp": self.pp, REPLICAS: self.dp_replicate, EXPERT_FSDP: rest, EXPERT: expert_degree}
+
+    def __str__(self) -> str:
+        """The axes with more than one rank, such as `pp 2 x dp_shard 4`."""
+        axes = [f"{axis} {size}" for axis, size in self._asdict().items() if size > 1]
+        return " x ".join(axes) or "unsharded"
+
+
+SHARD_KEY = "data_parallel_shard_degree"
+KEYS = (  # one per field of Degrees, in the same order
+    "pipeline_parallel_degree",
+    "data_parallel_replicate_degree",
+    SHARD_KEY,
+    "context_parallel_degree",
+    "tensor_parallel_degree",
+)
+ASYNC_KEY = "parallelism.enable_async_tensor_parallel"
+EXPERT_KEY = "expert_parallel_degree"  # of ranks that are in the product of KEYS already
+REPLICAS = "dp_replicate"
+EXPERT_FSDP = "expert_fsdp"
+EXPERT = "expert"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """The layout of the ranks. The product of the degrees is the number of ranks."""
+
+    data_parallel_replicate_degree: int = 1
+    """Number of copies of the model, each sharded over data_parallel_shard_degree ranks (HSDP)."""
+    data_parallel_shard_degree: int = -1
+    """Number of ranks over which parameters, gradients and optimizer state are sharded (FSDP). -1: the number
+    of ranks divided by the product of the other degrees."""
+    context_parallel_degree: int = 1
+    """Number of ranks over which the tokens of each sequence are sharded, for long sequences. Attention
+    gathers keys and values."""
+    tensor_parallel_degree: int = 1
+    """Number of ranks over which each layer's weights are sharded. Between the layers, tokens are sharded
+    over the same ranks (sequence parallel)."""
+    enable_async_tensor_parallel: bool = False
+    """Let the compiler split the matrix products next to tensor parallel's collectives into chunks, so that
+    one chunk is sent while the next one is computed. Needs compile.enable with the inductor backend, and each
+    tensor-parallel group on one machine, whose GPUs NVLink should connect. Sums are computed in another
+    order, so losses differ in their last digits. No effect without tensor parallel or on a CPU."""
+    pipeline_parallel_degree: int = 1
+    """Number of groups of ranks over which the blocks are partitioned into pipeline stages. The micro-batches
+    of the pipeline are the gradient accumulation steps that follow from global_batch_size."""
+    pipeline_parallel_schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"
+    ] = "1F1B"
+    """The order of a rank's forwards and backwards. `1F1B`: alternating, one stage per rank. `GPipe`: all
+    forwards first, one stage per rank. `Interleaved1F1B`: two stages per rank, for smaller bubbles and more
+    communication. `InterleavedZeroBubble`, `ZBVZeroBubble`: two stages per rank, and gradients of weights are
+    computed separately, to fill the bubbles; not with compile.enable or activation checkpointing."""
+    pipeline_parallel_first_stage_less_layers: int = 1
+    """Give the first stage this many fewer blocks, because it has the embedding."""
+    pipeline_parallel_last_stage_less_layers: int = 1
+    """Give the last stage this many fewer blocks, because it has the head and the loss."""
+    pipeline_parallel_split_points: list[str] = field(default_factory=list)
+    """Name of the first block of each stage after the first stage, such as `["layers.3", "layers.6"]`. Empty:
+    split as evenly as possible."""
+    expert_parallel_degree: int = 1
+    """Number of ranks over which the experts of each mixture are partitioned; tokens are sent to the ranks of
+    their experts. These ranks are not in addition to the other degrees: they are among the ranks of
+    data_parallel_shard_degree x context_parallel_degree x tensor_parallel_degree, of which the rest shards
+    each expert (FSDP). The degree must divide that product and the number of experts. 1: only FSDP."""
+    expert_parallel_comm_backend: Literal["default", "all_to_all", "gather"] = "default"
+    """How tokens reach the ranks of their experts. `all_to_all`: each rank sends one copy of a token per
+    expert that it goes to. `gather`: all tokens of these ranks are gathered on each of them, which sends the
+    sums of its experts' outputs back: fewer bytes at a small degree, and the same number on every rank.
+    `default`: `gather` up to a degree of the number of experts per token, otherwise `all_to_all`."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Whether FSDP frees gathered parameters after the forward and gathers them again for the backward.
+    `always`: yes, except for the last block and the head, with which the backward begins. `never`: no.
+    `default`: yes with training.enable_cpu_offload. Otherwise no if there is only one shard, if pipeline
+    parallel would gather them for each micro-batch, or if the run is estimated to fit the GPU with them; in
+    all other cases yes, also on a CPU. Where the memory cannot be estimated: no if they take at most 5% of
+    the GPU's memory. The start log has the decision."""
+    fsdp_reduce: Literal["step", "micro_batch"] = "step"
+    """When gradients are summed over ranks. `step`: once per step, which is faster, but every rank keeps
+    gradients of the whole model while micro-batches accumulate. `micro_batch`: after each micro-batch; every
+    rank keeps only its shard."""
+    fsdp_symmetric_memory: bool = False
+    """Gather parameters and reduce gradients in NCCL's symmetric memory, on CUDA with torch 2.13 or newer.
+    Within one node, NCCL_CTA_POLICY=2 in the environment lets the GPUs' copy engines gather, so that no
+    multiprocessors are taken from the computation. Its speed and memory are unmeasured. No effect without
+    FSDP and on a CPU."""
+
+    def __post_init__(self) -> None:
+        for key in (*KEYS, EXPERT_KEY):
+            degree = getattr(self, key)
+            if degree < 1 and (degree != -1 or key != SHARD_KEY):
+                reason = "neither -1 nor at least 1" if key == SHARD_KEY else "below 1"
+                raise ConfigError(f"{degree} is {reason}", key)
+        check_at_least(
+            self, 0, "pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers"
+        )
+
+    def check(self, seq_len: int, key: str) -> None:
+        """Raises ConfigError, with `key`, unless context parallel and tensor parallel can shard sequences of
+        `seq_len` tokens."""
+        cp, tp = self.context_parallel_degree, self.tensor_parallel_degree
+        if cp > 1 and seq_len % (2 * cp * tp):
+            raise ConfigError(
+                f"a sequence length of {seq_len} is no multiple of 2 x context_parallel_degree {cp} x "
+                f"tensor_parallel_degree {tp}: each rank has two chunks of equal size of each sequence",
+                key,
+            )
+        if seq_len % tp:
+            raise ConfigError(
+                f"a sequence length of {seq_len} is no multiple of tensor_parallel_degree {tp}: sequence "
+                "parallel shards the tokens of each sequence over the tensor-parallel ranks",
+                key,
+            )
+
+    def check_device(self, device: torch.device) -> None:
+        """Raises ConfigError if this torch lacks a function that the layout needs on `device`."""
+        if self.fsdp_symmetric_memory and device.type == "cuda" and symmetric_memory_of_fsdp() is None:
+            raise ConfigError(
+                f"FSDP has symmetric memory from torch 2.13 on; this is torch {torch.__version__}: unset it",
+                "parallelism.fsdp_symmetric_memory",
+            )
+
+    def check_machine(self, device: torch.device, num_local_ranks: int) -> None:
+        """Raises ConfigError if ranks that must be on one machine are not. `num_local_ranks`: number of ranks
+        of this machine."""
+        tp = self.tensor_parallel_degree
+        if self.enable_async_tensor_parallel and device.type == "cuda" and num_local_ranks % tp:
+            raise ConfigError(
+                f"the ranks of tensor_parallel_degree {tp} must be on one machine; this one has "
+                f"{num_local_ranks} ranks",
+                ASYNC_KEY,
+            )
+
+    def check_compiler(self, backend: str | None) -> None:
+        """Raises ConfigError if tensor parallel is to be asynchronous, but is not compiled by inductor.
+        `backend`: the backend of torch.compile; None: no compilation."""
+        if self.enable_async_tensor_parallel and self.tensor_parallel_degree > 1 and backend != "inductor":
+            raise ConfigError(
+                "torch's compiler makes tensor parallel asynchronous: set compile.enable, and leave "
+                "compile.backend at inductor",
+                ASYNC_KEY,
+            )
+
+    @property
+    def shards_experts_apart(self) -> bool:
+        """Whether experts have separate axes: with expert parallel, and with tensor parallel, which does
+        not shard experts, so that FSDP shards them over the tensor-parallel ranks, too."""
+        return self.expert_parallel_degree > 1 or self.tensor_parallel_degree > 1
+
+    def gathers_tokens(self, num_chosen: int) -> bool:
+        """Whether expert parallel gathers all tokens, of which each has `num_chosen` experts. By default, if
+        the ranks are not more than the copies of a token that an all-to-all would send."""
+        degree, backend = self.expert_parallel_degree, self.expert_parallel_comm_backend
+        return degree > 1 and (backend == "gather" or (backend == "default" and degree <= num_chosen))
+
+    def describe(self, degrees: Degrees, num_experts: int) -> str:
+        """The layout in words, such as `dp_shard 4`; with experts on separate axes
+        `dp_shard 4, experts: expert_fsdp 2 x expert 2`."""
+        if not num_experts or not self.shards_experts_apart:
+            return str(degrees)
+        axes = degrees.of_experts(self.expert_parallel_degree)
+        return f"{degrees}, experts: {EXPERT_FSDP} {axes[EXPERT_FSDP]} x {EXPERT} {axes[EXPERT]}"
+
+    @property
+    def fewest_ranks(self) -> int:
+        """The smallest number of ranks that the degrees allow."""
+        product = math.prod(max(getattr(self, key), 1) for key in KEYS)
+        if self.data_parallel_shard_degree != -1:
+            return product
+        others = self.context_parallel_degree * self.tensor_parallel_degree
+        return product * self.expert_parallel_degree // math.gcd(self.expert_parallel_degree, others)
+
+    def degrees(self, world_size: int) -> Degrees:
+        """The degrees on `world_size` ranks. Raises ConfigError unless their product is `world_size`."""
+        degrees = Degrees(*(getattr(self, key) for key in KEYS))
+        product = " x ".join(f"{key} {degree}" for key, degree in zip(KEYS, degrees) if degree > 1)
+        if degrees.dp_shard == -1:
+            others = -math.prod(degrees)  # the product of all other degrees, because dp_shard is -1
+            if world_size % others:
+                ranks = "1 rank is" if world_size == 1 else f"{world_size} ranks are"
+                raise ConfigError(
+                    f"{ranks} no multiple of {product}; start {others} processes, or a multiple of {others}: "
+                    f"NGPU={others} ./run_train.sh",
+                    "parallelism",
+                )
+            return degrees._replace(dp_shard=world_size // others)
+        if math.prod(degrees) != world_size:
+            raise ConfigError(
+                f"{product or 'no degree above 1'} makes {math.prod(degrees)} ranks, there "
+                f"{'is' if world_size == 1 else 'are'} {world_size}; {SHARD_KEY} = -1 uses all ranks",
+                "parallelism",
+            )
+        return degrees
