@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titanlite.config import json_file
-from titanlite.log import logger
 from titanlite.metrics.records import append, end_last_line
 
 
@@ -43,7 +42,7 @@ class Journal:
         self._read(path.read_bytes() if path.exists() else b"")
 
     def _read(self, content: bytes) -> None:
-        sent, num_damaged = dict[str, str](), 0
+        sent = dict[str, str]()
         for line in content.split(b"\n"):
             try:
                 entry = json_file.parse(line.decode()) if line else None
@@ -54,10 +53,8 @@ class Journal:
                 elif entry is not None:
                     json_file.expect(entry, sent=str, signature=str)
                     sent[entry["sent"]] = entry["signature"]
-            except ValueError:
-                num_damaged += 1
-        if num_damaged > 1:  # one may be the line that a kill has cut short
-            logger.warning(f"{self._path}: {num_damaged} damaged lines are ignored")
+            except ValueError:  # a kill has cut the line short
+                continue
 
     def _add(self, branch: Branch, target: str) -> dict[str, str]:
         sent = self._sent.pop((branch, target), {})

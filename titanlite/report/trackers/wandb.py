@@ -15,7 +15,7 @@ from titanlite.report.trackers.tracker import Client, Numbers, Tracker, TrackerR
 @dataclass(frozen=True, kw_only=True)
 class WandB(Tracker, name="wandb"):
     """Weights & Biases. Without an API key (WANDB_API_KEY, or `wandb login`) the run is recorded offline.
-    wandb's own environment variables hold, too, except for those of the run's id and folder. With
+    wandb's own environment variables hold, too, except for the run's id and folder. With
     WANDB_MODE=disabled, nothing is recorded."""
 
     project: str = ""
@@ -49,7 +49,7 @@ class WandB(Tracker, name="wandb"):
 
 
 class WandBClient(Client):
-    """Logs against an axis of its own, `step`: wandb drops a record whose wandb step is not the highest."""
+    """Logs against an additional axis, `step`: wandb drops a record whose wandb step is not the highest."""
 
     def __init__(self, folder: Path, options: dict[str, Any]):
         self._folder, self._options = folder, options
