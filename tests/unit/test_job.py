@@ -275,7 +275,7 @@ def test_an_unknown_backend_of_the_compiler_is_told(complaint):
         (
             ["--lr_scheduler.warmup_steps=100"],
             "command line, --lr_scheduler.warmup_steps: 100 steps of warmup need a schedule of more "
-            "than 100 steps; set --lr_scheduler.warmup_steps=10, or -1, which means 10 here",
+            "than 100 steps; set warmup_steps = 10, or -1, which means 10 here",
         ),
     ],
 )

@@ -9,10 +9,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from titanlite import startup
-from titanlite.checkpoint import commit
 from titanlite.checkpoint.resume import Candidate
-from titanlite.checkpoint.run_folder import RunFolder
+from titanlite.checkpoint.start import Resume, check_run_identity, decide
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import ALLOW_IMPORTS
@@ -25,6 +23,7 @@ from titanlite.job import Job, load_job
 from titanlite.log import tell
 from titanlite.options import take_flag, take_numbers
 from titanlite.stages import Stages
+from titanlite.start import check_data, last_sequence, open_stages, open_tokenizer
 from titanlite.table import table
 from titanlite.tools.verbs import shown_config
 
@@ -133,21 +132,21 @@ def main(argv: Sequence[str]) -> int:
 
 def _plan(job: Job, path: str, ranks: int | None) -> tuple[Plan, ConfigError | None]:
     """The plan, and why a run would refuse the job, if it would."""
-    candidate = RunFolder(job.checkpoint, job.folder, None).choose_checkpoint([])
+    start = decide(job.checkpoint, job.folder)
+    candidate = start.candidate if isinstance(start, Resume) else None
     if ranks is None:
-        saved_on = commit.read_manifest(candidate.path)["ranks"] if candidate else 1
-        ranks = max(job.parallelism.fewest_ranks, saved_on)
+        ranks = max(job.parallelism.fewest_ranks, candidate.manifest["ranks"] if candidate else 1)
     job.check(ranks)
     sequences = _open(job)
-    job, stages, _ = startup.open_stages(job, ranks, sequences)
+    job, stages = open_stages(job, ranks, sequences)
     refusal = None
     try:
         identity = job.identity(sequences.identity, sequences.names)
-        RunFolder(job.checkpoint, job.folder, identity).choose_checkpoint([])
+        check_run_identity(start, identity, job.checkpoint.allow_changed, job.folder)
     except ConfigError as e:  # the job cannot continue this run: plan a new one
         refusal, candidate = e, None
     try:
-        startup.check_data(job, stages, sequences, candidate.train if candidate else None)
+        check_data(job, stages, sequences, candidate.train if candidate else None)
     except ConfigError as e:
         refusal = refusal or e
     return _Planner(job, stages, sequences, candidate).plan(path, ranks), refusal
@@ -155,7 +154,7 @@ def _plan(job: Job, path: str, ranks: int | None) -> tuple[Plan, ConfigError | N
 
 def _open(job: Job) -> SequenceDataset:
     """The job's data, which is tokenised and packed if it has not been before."""
-    tokenizer, training = startup.open_tokenizer(job), job.training
+    tokenizer, training = open_tokenizer(job), job.training
     sequences = job.data.check(tokenizer, seq_len=training.seq_len, seed=training.seed)
     if sequences is None:
         tell(f"opening the data as a run does: text is tokenised and packed once, into {job.data.cache_dir}")
@@ -182,7 +181,7 @@ class _Planner:
                 "stage": stages.number_at(position) + 1,
                 "planned_step": stages.steps_before(position),
             }
-        self.end = startup.last_sequence(job, stages, step, position, skipped)
+        self.end = last_sequence(job, stages, step, position, skipped)
         self.num_skipped = skipped.below(self.end).count()
 
     def plan(self, path: str, ranks: int) -> Plan:

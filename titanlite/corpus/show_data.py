@@ -33,7 +33,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from titanlite import startup
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.resume import newest
 from titanlite.checkpoint.run_identity import STAGES
@@ -54,6 +53,7 @@ from titanlite.job import Job, build_tokenizer, load_job
 from titanlite.log import tell
 from titanlite.options import take_flag, take_numbers
 from titanlite.stages import Stages, check_stages, label
+from titanlite.start import open_stages
 from titanlite.tokenizers.base import Tokenizer, TokenizerConfig
 from titanlite.tokenizers.tiktoken import Tiktoken
 from titanlite.tools.verbs import shown_config
@@ -167,7 +167,7 @@ def _show_run(job: Job, numbers: Sequence[int]) -> None:
     sequences = numbered(job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed))
     stages = None
     if job.stages or job.training.batch_ramp:
-        job, stages, _ = startup.open_stages(job, job.parallelism.fewest_ranks, sequences)
+        job, stages = open_stages(job, job.parallelism.fewest_ranks, sequences)
     skipped = _skipped(job, sequences)
     for line in sequences.describe_conversations(min(job.sequence_lengths().values())):
         print(line)
