@@ -20,9 +20,9 @@ from titanlite.checkpoint.run_identity import flatten
 from titanlite.commands import parser
 from titanlite.config import schema, toml
 from titanlite.config.component import ConfigError, suggest
+from titanlite.config.locator import Locator
 from titanlite.config.overrides import put
 from titanlite.config.paths import check_new
-from titanlite.config.places import Locator
 from titanlite.contrib import torchtitan_keys as tables
 from titanlite.contrib.torchtitan_keys import Values
 from titanlite.files import write_atomically

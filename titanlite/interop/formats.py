@@ -16,7 +16,6 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.state import BaseModel, read_train
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import import_own_components
-from titanlite.config.json_file import expect
 from titanlite.config.paths import check_folder
 from titanlite.interop.dcp import is_foreign_dcp, open_titanlite
 from titanlite.interop.huggingface import is_hugging_face, is_peft_adapter, open_hugging_face
@@ -109,7 +108,7 @@ def open_checkpoint(
 
 
 def has_adapters(weights: Weights) -> bool:
-    """Whether `weights` are those of adapters, without their base model."""
+    """Whether `weights` are adapters without their base model."""
     return any(map(is_adapter, weights.tensors))
 
 
@@ -136,7 +135,7 @@ def open_base(
 
 def base_of(adapters: Weights) -> BaseModel:
     """The base model that a checkpoint of adapters records. Raises CheckpointError if it records none."""
-    base = BaseModel.of(read_train(adapters.path))
+    base = BaseModel.recorded_in(read_train(adapters.path))
     if base is None:
         raise CheckpointError(f"{adapters.path} is damaged: it has adapters, but no base model")
     return base
@@ -152,16 +151,9 @@ def locate_base(path: Path, recorded: BaseModel | None) -> Path:
 
 
 def lora_of(adapters: Weights) -> tuple[int, float, float]:
-    """Rank, alpha and scale of a checkpoint's adapters. Raises CheckpointError if they are not recorded."""
-    try:
-        identity = read_train(adapters.path)["identity"]
-        expect(identity, lora=dict)
-        expect(identity["lora"], rank=int, alpha=float)
-    except ValueError as e:
-        raise CheckpointError(
-            f"{adapters.path} is damaged: its run identity cannot be trusted: {e}"
-        ) from None
-    rank, alpha = identity["lora"]["rank"], identity["lora"]["alpha"]
+    """Rank, alpha and scale of a checkpoint's adapters."""
+    lora = read_train(adapters.path)["identity"]["lora"]
+    rank, alpha = lora["rank"], lora["alpha"]
     return rank, alpha, alpha / rank
 
 

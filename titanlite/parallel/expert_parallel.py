@@ -79,7 +79,7 @@ def _common_divisors(*numbers: int) -> list[int]:
 def apply_expert_parallel(net: Decoder, mesh: Mesh, parallelism: Parallelism) -> None:
     """Partition the experts of `net` over the ranks, in place, if they have axes of their own. Call it before
     all other transforms."""
-    if not mesh.shards_experts_apart:
+    if not mesh.has_expert_axes:
         return
     for layer in moe_layers_of(net):
         _partition(layer.experts, mesh)

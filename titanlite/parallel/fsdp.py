@@ -42,7 +42,7 @@ def frees_by_default(
     With one shard there is nothing to free; experts with separate mesh axes may have more shards than the
     other parameters. Pipeline parallel would gather again for each micro-batch."""
     num_shards = degrees.dp_shard * degrees.cp
-    if has_experts and parallelism.shards_experts_apart:
+    if has_experts and parallelism.has_expert_axes:
         num_shards = max(num_shards, degrees.of_experts(parallelism.expert_parallel_degree)[EXPERT_FSDP])
     return cpu_offload or (num_shards > 1 and degrees.pp == 1)
 
@@ -71,12 +71,12 @@ def apply_fsdp(
     # The backward begins with the head and the last block, so they stay gathered.
     for block in blocks:
         options = {"reshard_after_forward": reshard and block is not blocks[-1]}
-        for layer in moe_layers_of(block) if mesh.shards_experts_apart else ():
+        for layer in moe_layers_of(block) if mesh.has_expert_axes else ():
             # With other options than the block's, zero-bubble schedules would read freed weights.
             placement = fsdp_dim(layer.experts, mesh)
             shard(layer.experts, mesh=mesh.expert_fsdp, shard_placement_fn=placement, **options)
         shard(block, mesh=mesh.fsdp, **options)
-    if reshard and mesh.shards_experts_apart:
+    if reshard and mesh.has_expert_axes:
         _prefetch_next_block(blocks)
     for group in net.embedding_and_head():
         options = {"reshard_after_forward": reshard and isinstance(group[0], nn.Embedding)}
