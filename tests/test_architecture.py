@@ -26,7 +26,8 @@ LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
     {"interop"},
     {"evaluate", "generate", "stages"},
     {"job"},
-    {"startup"},
+    {"start_log"},
+    {"start"},
     {"run"},
     {"train", "cli", "tools"},
     {"lab", "report", "corpus", "contrib"},  # satellites, which the core never imports

@@ -32,7 +32,7 @@ from titanlite.report.page import report
 from titanlite.report.recorded_run import read_run
 from titanlite.runtime.process import device_name
 from titanlite.runtime.training import BatchLayout
-from titanlite.startup import job_toml_text
+from titanlite.start_log import job_toml_text
 from titanlite.table import table
 
 FEW_STEPS = 1000  # a note asks for a smaller batch below

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from titanlite import startup
+from titanlite import start
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.data.dataset import RunSequences
@@ -166,7 +166,7 @@ def _data(job: Job) -> tuple[RunSequences | None, str]:
     if job.data.stream is not None:
         return None, "the run trains on a stream"
     try:
-        tokenizer = startup.open_tokenizer(job)
+        tokenizer = start.open_tokenizer(job)
         sequences = job.data.check(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
     except (ConfigError, OSError) as e:
         return None, f"the data is not known here ({e})"

@@ -42,12 +42,10 @@ def main(argv: Sequence[str]) -> int:
             f"{folder / 'job.toml'} names no tracker; add --metrics.sinks='[{{name = \"wandb\"}}]'",
             "metrics.sinks",
         )
-    lock = FolderLock(folder, wait_s=0)
-    try:
+    with FolderLock(folder) as lock:
+        lock.take(wait_s=0)
         is_sent = [_push(folder, job, tracker) for tracker in trackers]
         return 0 if all(is_sent) else 1
-    finally:
-        lock.close()
 
 
 def _push(folder: Path, job: Job, tracker: Tracker) -> bool:

@@ -156,7 +156,6 @@ class Delivery(Writer):
         finally:
             if self._is_begun:
                 self._client.end(is_complete=self._last_step >= self._run.total_steps)
-            self._journal.close()
 
     def _branch_at_start(self) -> Branch:
         """The branch that the run continues: a new one if it has gone back with load_step, or if records were
