@@ -33,7 +33,7 @@ class PartTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured, on which machine. `sequences`: of a measured micro-batch. `matmul_flops` and
+    """Measured times, and the machine. `sequences`: of a measured micro-batch. `matmul_flops` and
     `memory_rate`: of one large matrix product and of a copy; they tell how fast the device is, and the plan
     does not use them for known GPUs. `keys`: of the job, those on which the times depend."""
 
@@ -56,7 +56,7 @@ class Measurement:
 
     @property
     def note(self) -> str:
-        """What to know of a plan with these times."""
+        """A note for plans with these times."""
         machine = f"{self.device}, torch {self.versions.get('torch')}"
         return f"step time is calibrated by the times of {self.config} on {machine}"
 
@@ -79,8 +79,8 @@ def ratio(measured: float | None, planned: float | None) -> float:
 
 
 def part_times(small: Times, large: Times, n: int, num_blocks: int) -> PartTimes:
-    """The times of a model with `num_blocks` blocks, from those of models with n and 2 n blocks. `small` and
-    `large`: seconds of a micro-batch, and of the optimizer."""
+    """The times of a model with `num_blocks` blocks, from models with n and 2 n blocks. `small` and `large`:
+    seconds of a micro-batch, and of the optimizer."""
     heads = [max(2 * of_small - of_large, 0.0) for of_small, of_large in zip(small, large)]
     blocks = [(of_large - head) / (2 * n) for of_large, head in zip(large, heads)]
     return PartTimes(blocks[0], heads[0], heads[1] + num_blocks * blocks[1])

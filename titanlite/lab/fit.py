@@ -1,8 +1,8 @@
 """`titanlite plan [CONFIG] --fit RUN ...`: the scaling law of finished runs, and what it forecasts.
 
 A run's N is the number of its parameters in matrix products, with the head and without the rows that an
-embedding of its own looks up, as in the FLOPs 6 N D; D is the tokens that it trained on. Its loss is that of
-the validation after the last step. docs/planning.md says which runs are refused, and why."""
+separate embedding looks up, as in the FLOPs 6 N D; D is the tokens that it trained on. Its loss is
+`eval/loss` after the last step. docs/planning.md says which runs are refused, and why."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _row(run: FinishedRun, expected: float) -> dict[str, Any]:
 
 
 def _check_near(flops: float, largest: float) -> None:
-    """Raise ConfigError for FLOPs that are too far from those of the largest run."""
+    """Raise ConfigError for FLOPs far beyond the largest run's."""
     if flops > MAX_EXTRAPOLATION * largest:
         raise ConfigError(
             f"{flops:.3g} FLOPs are {flops / largest:.3g} times those of the largest run; a law is "
@@ -292,7 +292,7 @@ def _check_epochs(run: RecordedRun, data: dict[str, Any]) -> None:
 
 
 def conditions(job: Job, data: dict[str, Any] | None) -> dict[str, Any]:
-    """What the runs of a law have in common: the data and how it is read, and the kinds of model and
+    """Settings that the runs of a law share: the data and how it is read, and the kinds of model and
     optimizer. `data`: the identity of the sequences; None: not known."""
     known = {} if data is None else {"data": {key: data.get(key) for key in DATA_KEYS}}
     return known | {
@@ -326,7 +326,7 @@ def _change(theirs: dict[str, Any], ours: dict[str, Any], name: str) -> str:
 
 
 def _too_few(runs: Sequence[FinishedRun]) -> list[str]:
-    """What the runs lack to tell the five constants of a law."""
+    """Reasons why the runs do not determine the five constants of a law."""
     if len(runs) < MIN_RUNS:
         return [f"--fit: {len(runs)} runs; a law of five constants needs at least {MIN_RUNS}"]
     sizes: dict[str, list[float]] = {

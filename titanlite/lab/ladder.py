@@ -57,7 +57,7 @@ class LadderRun(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The run's folder, below that of the ladder."""
+        """Path of the run below the folder of the ladder."""
         return self.job.folder.name
 
     @property

@@ -115,7 +115,7 @@ def fit(parameters: Floats, tokens: Floats, losses: Floats, num_replicas: int = 
     noise = float(np.sqrt(np.sum((losses / fitted - 1) ** 2) / degrees))
     rng = np.random.default_rng(0)
     # The residuals of few runs tell the noise only roughly. With its scale drawn anew for each replica, the
-    # intervals are those of Student's t in the linear case.
+    # intervals are Student's t in the linear case.
     scales = noise * np.sqrt(degrees / rng.chisquare(degrees, num_replicas))
     draws = scales[:, None] * rng.standard_normal((num_replicas, len(losses) + 1))
     replicas = best_laws(parameters, tokens, fitted * (1 + draws[:, :-1]))

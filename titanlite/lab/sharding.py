@@ -1,5 +1,5 @@
 """The parameters that one rank holds, from the model on the meta device and the degrees of the layout,
-without process groups. The rules are those of tensor_parallel, expert_parallel, pipeline_parallel and fsdp in
+without process groups. The rules follow tensor_parallel, expert_parallel, pipeline_parallel and fsdp in
 parallel/."""
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """What a rank holds: its units in the order of the forward. `blocks`: by the position in the model.
-    `embedding` and `head`: None on ranks without them, and with tied embeddings, which are in `root` with the
-    final norm."""
+    """The parameters of a rank: its units in the order of the forward. `blocks`: by the position in the
+    model. `embedding` and `head`: None on ranks without them, and with tied embeddings, which are in
+    `root` with the final norm."""
 
     blocks: dict[int, Unit]
     embedding: Unit | None
