@@ -36,8 +36,9 @@ from titanlite.losses import ChunkedCrossEntropy  # noqa: E402
 from titanlite.mesh import ALONE  # noqa: E402
 from titanlite.models.llama3 import Llama3  # noqa: E402
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint  # noqa: E402
-from titanlite.parallel.apply import ParallelSettings, parallelize  # noqa: E402
+from titanlite.parallel.apply import parallelize  # noqa: E402
 from titanlite.parallel.compile import Compile  # noqa: E402
+from titanlite.parallel.settings import ParallelSettings  # noqa: E402
 from titanlite.parallel.sharded_model import ShardedModel  # noqa: E402
 
 GIB = 1 << 30

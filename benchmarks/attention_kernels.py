@@ -41,8 +41,8 @@ from benchmarks.environment import write_result  # noqa: E402
 from titanlite.attention.base import Attention, AttentionNeeds  # noqa: E402
 from titanlite.attention.flex import Flex, FlexAttention, Mask  # noqa: E402
 from titanlite.attention.sdpa import CAUSAL, KERNELS, SDPA  # noqa: E402
-from titanlite.attention.torch_compat import sdp_choice  # noqa: E402
 from titanlite.attention.varlen import Varlen, VarlenAttention  # noqa: E402
+from titanlite.torch_compat import sdp_choice  # noqa: E402
 
 HEADS = [(32, 8, 128), (16, 8, 128), (32, 8, 64), (12, 4, 64)]  # Llama 8B, Qwen3 0.6B, Llama 1B, Llama 125M
 LENGTHS = [2048, 4096, 8192, 16384, 32768, 65536, 131072]

@@ -3,7 +3,7 @@ and how much time verification adds to loading. For one GPU, with the 1.5e9-para
 
     python benchmarks/checkpoint.py saves async|disabled    titanlite
     python benchmarks/checkpoint.py peer async|disabled|async_with_pinned_mem    torchtitan 0.2.2
-    python benchmarks/checkpoint.py load    verify = "full" against "off", from cache and from disk
+    python benchmarks/checkpoint.py load    with and without the hashes, from cache and from disk
     each with --output benchmarks/results/NAME.json
 
 Both trainers are timed from outside, by the arrival times of the lines that they log per step. The cost of a
@@ -196,27 +196,38 @@ def forget(folder: Path) -> None:
 
 LOAD = """
 import json, sys, time, torch
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from titanlite.checkpoint import resume
 from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.lock import FolderLock
+from titanlite.checkpoint.ranks import Ranks
+from titanlite.checkpoint.start import decide
 from titanlite.checkpoint.state import TrainState
 from titanlite.job import load_job
 from titanlite.mesh import ALONE
-from titanlite.parallel.sharded_model import ShardedModel
+from titanlite.metrics.guard import StepGuard
+from titanlite.parallel.apply import parallelize
+from titanlite.parallel.settings import ParallelSettings
 folder, verify = Path(sys.argv[1]), sys.argv[2]
+if verify == "off":
+    resume.Verification = lambda *args: SimpleNamespace(result=lambda: None)
 job = load_job(folder / "job.toml", world_size=None)
-device = "cuda" if torch.cuda.is_available() else "cpu"
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 with torch.device("meta"):
     net = job.model.build()
-ShardedModel(net, job.loss.build()).materialize(torch.device(device), 0)
+parallelize(net, job.loss, ALONE, ParallelSettings()).materialize(device, 0)
 optimizer = job.optimizer.build(net, ALONE)
-state = TrainState(0, 0, torch.zeros((), dtype=torch.int64, device=device))
+tokens = torch.zeros((), dtype=torch.int64, device=device)
+state = TrainState(net, optimizer, tokens, StepGuard(job.guard, device), global_batch_size=1)
 identity = json.loads((folder / "run_identity.json").read_text())
 began = time.perf_counter()
-checkpoints = Checkpointer(replace(job.checkpoint, verify=verify), folder, identity, "")
+lock = FolderLock(folder)
+start = decide(job.checkpoint, folder, lock=lock)
+checkpoints = Checkpointer(job.checkpoint, identity, "", start, Ranks(folder), lock)
 opened = time.perf_counter()
-checkpoints.load(net, optimizer, state)
-if device == "cuda":
+checkpoints.load(state)
+if device.type == "cuda":
     torch.cuda.synchronize()
 print(json.dumps({"open_s": opened - began, "load_s": time.perf_counter() - opened, "step": state.step}))
 """

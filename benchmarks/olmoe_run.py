@@ -5,7 +5,7 @@
         --data.sources='[{name="python_stdlib"}]' --data.holdout_sequences=32 --checkpoint.enable=false
         --training.steps=300 --training.local_batch_size=4 --training.global_batch_size=-1
         --optimizer.state_dtype=int8 --activation_checkpoint.mode=none --parallelism.fsdp_reduce=step
-        --validation.freq=100 --metrics.enable_tensorboard=false --metrics.detail_freq=50
+        --validation.freq=100 --metrics.sinks=[] --metrics.detail_freq=50
         --job.dump_folder=FOLDER 2>&1 | tee FOLDER.log
     python benchmarks/olmoe_run.py FOLDER     # records FOLDER and FOLDER.log
     python benchmarks/olmoe_run.py            # rewrites the table of docs/moe.md

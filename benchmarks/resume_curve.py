@@ -34,7 +34,7 @@ def run(folder: Path, ngpu: int, steps: int) -> list[dict]:
         f"--training.steps={steps}",
         "--lr_scheduler.total_steps=160",
         "--metrics.log_freq=1",
-        "--metrics.enable_tensorboard=false",
+        "--metrics.sinks=[]",
     ]
     environment = os.environ | {"NGPU": str(ngpu), "PYTHON": sys.executable}
     subprocess.run(command, cwd=ROOT, env=environment, check=True)

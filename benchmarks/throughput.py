@@ -53,7 +53,7 @@ SHIPPED_DATA = [
     "--data.holdout_sequences=0",
     "--validation.enable=false",
     "--checkpoint.enable=false",
-    "--metrics.enable_tensorboard=false",
+    "--metrics.sinks=[]",
     "--metrics.log_freq=5",
     "--lr_scheduler.warmup_steps=10",
 ]

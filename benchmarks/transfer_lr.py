@@ -42,7 +42,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.environment import without_paths, write_result  # noqa: E402
 from titanlite.config import toml  # noqa: E402
-from titanlite.lab.halving import SPREADS, Optimum, neighbours, optimum  # noqa: E402
+from titanlite.lab.halving import SPREADS, Parabola, fit_parabola, neighbours  # noqa: E402
 from titanlite.lab.width import SCALED_FIELDS  # noqa: E402
 
 CONFIG = ROOT / "benchmarks/transfer_lr.toml"
@@ -224,13 +224,13 @@ def summary(searches: Mapping[str, Losses]) -> dict[str, Any]:
     }
 
 
-def optima_of(losses: Losses) -> dict[int, Optimum]:
+def optima_of(losses: Losses) -> dict[int, Parabola]:
     """The optimum of each seed, with the interval that tune prints: within the noise, which is twice what
     the second seed changes at the best rate."""
     first, second = losses.get(FIRST_SEED, {}), losses.get(SECOND_SEED, {})
     best = min(first, key=first.__getitem__, default=None)
     noise = SPREADS * abs(second[best] - first[best]) if best in second else None
-    fits = {seed: optimum(of_seed, noise) for seed, of_seed in losses.items()}
+    fits = {seed: fit_parabola(of_seed, noise) for seed, of_seed in losses.items()}
     return {seed: fit for seed, fit in fits.items() if fit is not None}
 
 

@@ -24,8 +24,8 @@ if str(ROOT) not in sys.path:
 from benchmarks.environment import write_result  # noqa: E402
 from benchmarks.throughput import RESERVED, TPS, measure  # noqa: E402
 
-WITHOUT = ["--guard.skip_sigma=0", "--metrics.detail_freq=0", "--metrics.enable_tensorboard=false"]
-WITH = ["--guard.skip_sigma=6", "--metrics.detail_freq=100", "--metrics.enable_tensorboard=true"]
+WITHOUT = ["--guard.skip_sigma=0", "--metrics.detail_freq=0", "--metrics.sinks=[]"]
+WITH = ["--guard.skip_sigma=6", "--metrics.detail_freq=100", "--metrics.sinks=[{name = 'tensorboard'}]"]
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Job: the schema of a TOML file. Each section and its rules are defined in the module that uses the section.
 
-Importing this module registers all components that ship with titanlite; `[job] imports` adds components of
+Importing this module registers the components in the folders of titanlite; `[job] imports` adds components of
 other packages.
 """
 
@@ -15,22 +15,6 @@ from typing import Any
 
 import torch
 
-# Importing these modules registers the components that ship with titanlite.
-import titanlite.attention.flash_attention_4
-import titanlite.data.stream_source
-import titanlite.data.text_sources
-import titanlite.models.deepseek_v3
-import titanlite.models.llama3
-import titanlite.models.mistral
-import titanlite.models.olmoe
-import titanlite.models.qwen2
-import titanlite.models.qwen3
-import titanlite.models.qwen3_moe
-import titanlite.optim.muon
-import titanlite.optim.piecewise
-import titanlite.optim.power
-import titanlite.tokenizers.bytes
-import titanlite.tokenizers.huggingface  # noqa: F401
 from titanlite.attention.auto import Auto
 from titanlite.attention.base import AttentionBackend
 from titanlite.checkpoint.commit import MANIFEST
@@ -38,7 +22,7 @@ from titanlite.checkpoint.section import Checkpoint
 from titanlite.config import toml
 from titanlite.config.amount import Amount, Conversion
 from titanlite.config.component import ConfigError
-from titanlite.config.imports import import_components
+from titanlite.config.imports import import_components, import_folders
 from titanlite.config.paths import PathText, check_name, check_writable
 from titanlite.config.resolve import amounts, resolve
 from titanlite.data.dataset import Data
@@ -81,6 +65,8 @@ from titanlite.stages import (
 )
 from titanlite.tokenizers.base import Tokenizer, TokenizerConfig
 from titanlite.tokenizers.tiktoken import Tiktoken
+
+import_folders("attention", "data", "models", "optim", "tokenizers")
 
 TOKENIZER = "tokenizer"  # folder of a run folder, with a copy of the tokenizer's files
 
@@ -167,7 +153,7 @@ class Job:
         self.activation_checkpoint.check(
             self.compile,
             tensor_parallel=degrees.tp > 1,
-            experts_apart=bool(self.model.num_experts) and parallelism.shards_experts_apart,
+            has_expert_axes=bool(self.model.num_experts) and parallelism.has_expert_axes,
         )
         self.compile.check(
             world_size,
@@ -202,7 +188,7 @@ class Job:
     def step_memory(self, num_ranks: int, param_dtype: torch.dtype) -> StepMemory:
         """The settings that decide the memory of a step on `num_ranks` ranks."""
         degrees, training = self.parallelism.degrees(num_ranks), self.training
-        batch = BatchLayout.of(training, degrees.data_parallel)
+        batch = BatchLayout.from_training(training, degrees.data_parallel)
         largest = max(self.batch_sizes(batch.global_size).values())
         return StepMemory(
             net=self.build_on_meta(),

@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import torch
 
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.state import TrainState
@@ -46,7 +45,7 @@ from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.runtime.runtime import Runtime
 from titanlite.runtime.signals import Stopped, StopRequests
 from titanlite.stages import Stages
-from titanlite.startup import last_sequence
+from titanlite.start import last_sequence
 from titanlite.tasks.requests import OpenTask
 from titanlite.tokenizers.base import Tokenizer
 
@@ -64,9 +63,7 @@ class Run:
     tasks: Sequence[OpenTask]
     loader: Loader[Any]
     model: ShardedModel
-    optimizer: torch.optim.Optimizer
     clipper: Clipper
-    average: WeightAverage
     state: TrainState
     checkpoints: Checkpointer
     meter: Meter
@@ -75,6 +72,12 @@ class Run:
 
     def __post_init__(self) -> None:
         self.metrics = self.open_metrics()
+
+    @property
+    def average(self) -> WeightAverage:
+        """The average of the weights, which is without tensors if ema.enable = false."""
+        assert self.state.average is not None
+        return self.state.average
 
     def __enter__(self) -> Run:
         return self
@@ -151,7 +154,7 @@ class Run:
         """Shorten the timeout of collectives and prepare the first save, now that the step is compiled and
         its memory allocated."""
         self.rt.first_step_done()
-        self.checkpoints.warm_up(self.model.net, self.optimizer, self.average)
+        self.checkpoints.warm_up(self.state)
 
     def read_guard(self, leave: int = 0) -> str | None:
         """Report skipped steps and spikes to the sinks; the newest `leave` steps are not read yet. Returns
@@ -189,14 +192,11 @@ class Run:
         step, num_rewinds = state.step, guard.num_rewinds + 1
         with self.meter.untimed("time/rewind_s"):
             latest = spike.start_step - config.rewind_margin
-            if not self.checkpoints.rewind(latest, self.model.net, self.optimizer, state, self.average):
+            if not self.checkpoints.rewind(latest, state):
                 raise Diverged(
                     f"{guard.reason()}; no healthy checkpoint of step {max(latest, 0)} or earlier exists, to "
                     f"which guard.rewind_margin = {config.rewind_margin} allows to rewind"
                 )
-            train = self.checkpoints.resumed_train
-            assert train is not None
-            guard.load_state_dict(train["guard"])
             guard.num_rewinds = num_rewinds
             self.model.weights_changed()
             state.skipped |= SkippedSequences.of([(first, last)])
@@ -233,24 +233,22 @@ class Run:
         """Save a checkpoint of the step that was just taken."""
         with self.meter.untimed("checkpoint/stall_s"):
             self.state.stream = self.loader.stream_state(self.rt.gather)
-            self.checkpoints.save(
-                self.model.net, self.optimizer, self.state, self.extra_state(), self.average
-            )
+            self.checkpoints.save(self.state)
 
     def open_metrics(self) -> list[OpenMetric]:
         """The metrics of the run: those that are always on, and the ones that [[metrics.extra]] adds.
         Collective."""
         job, rt, model, state, sinks = self.job, self.rt, self.model, self.state, self.meter.sinks
         probe_is_due = partial(job.metrics.probe_is_due, last_step=job.training.steps)
-        statistics = ParameterStatistics(model.net, self.optimizer, job.optimizer, rt)
-        loads = model.settings.expert_loads
-        extra = MeasuredRun(model=model, optimizer=self.optimizer, rt=rt, tokenizer=self.tokenizer)
+        statistics = ParameterStatistics(model.net, state.optimizer, job.optimizer, rt)
+        loads = model.expert_loads
+        extra = MeasuredRun(model=model, optimizer=state.optimizer, rt=rt, tokenizer=self.tokenizer)
         return [
             TrainingMetrics(
                 state, self.guard, rt, partial(job.learning_rate, self.stages), self.remaining_tokens
             ),
             ModelMetrics(model, rt),
-            *([ExpertMetrics(loads, sinks)] if loads is not None else []),
+            ExpertMetrics(loads, sinks),
             CompileMetrics(),
             SlowRanks(rt),
             ParameterMetrics(statistics, self.clipper, sinks, rt),
@@ -288,14 +286,6 @@ class Run:
             is_cross_entropy=self.job.loss.is_cross_entropy,
             device=self.rt.device,
         )
-
-    def extra_state(self) -> dict[str, Any]:
-        """The entries of train.json besides those of TrainState. Waits for the device."""
-        return {
-            "global_batch_size": self.rt.batch.global_size,
-            "guard": self.guard.state_dict(),
-            "healthy": self.guard.is_healthy(),
-        }
 
     def validate(self, keep: bool = True) -> dict[str, Any]:
         """The metrics of a validation on the held-out sequences and on the tasks. With `keep`, append the

@@ -26,13 +26,13 @@ RAMP_POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stage of a run. A setting that a stage does not have is that of [training], [data] and
+    """A stage of a run. A setting that a stage does not have is taken from [training], [data] and
     [lr_scheduler]."""
 
     until: str
     """Where the stage ends, counted from the start of the run: "4B tokens", "1.5 epochs", "20
     tokens/parameter" or "1000000 sequences", and "end" for the last stage. A step belongs to the stage of its
-    first sequence. Tokens are those of the sequences, seq_len each; an epoch is all sequences of all sources.
+    first sequence. Each sequence has seq_len tokens; an epoch is all sequences of all sources.
     """
     name: str = ""
     """Name of the stage in the log, such as "decay"."""
@@ -48,7 +48,7 @@ class Stage:
     trained as several shorter ones; the number of tokens in a step, and all counts of sequences, are
     unchanged."""
     lr_factor: float = 1.0
-    """Factor of the learning rate, in addition to that of the schedule."""
+    """Factor of the learning rate, in addition to the schedule's."""
     lr_scheduler: LRScheduler | None = None
     """Schedule of this stage, `[stages.lr_scheduler] name = "..."`, instead of the run's. Its steps are those
     of the stage: the first is step 1, and amounts such as "1B tokens" are counted from its first sequence."""
@@ -68,8 +68,8 @@ class Stage:
             _check_weights(self.weights)
 
     def weights_of(self, sources: Sequence[str]) -> list[float] | None:
-        """Return the weights in the order of the names of all sources; None for those of data.sources. Raises
-        ConfigError for names or a number of weights that do not fit the sources."""
+        """Return the weights in the order of the names of all sources; None for the weights in data.sources.
+        Raises ConfigError for names or a number of weights that do not fit the sources."""
         weights = self.weights
         if isinstance(weights, dict):
             for name in weights:
@@ -210,7 +210,7 @@ class Stages:
     """The stages of a run by position in the data order. A run without [[stages]] has one stage.
 
     The ends of `stages` and of training.batch_ramp are numbers of sequences, by `count_ends`.
-    `scheduler`: that of the run. `batch_size`: training.global_batch_size, with -1 resolved."""
+    `scheduler`: the run's. `batch_size`: training.global_batch_size, with -1 resolved."""
 
     def __init__(self, stages: Sequence[Stage], training: Training, scheduler: LRScheduler, batch_size: int):
         self.stages, self.batch_size = list(stages) or [Stage(until=END)], batch_size
@@ -238,7 +238,7 @@ class Stages:
             num_steps = step_in_stage + max(last_step - step, 0)
             if i + 1 < len(self):
                 planned = self.steps_before(self.firsts[i + 1]) - before
-                # After skipped sequences, the last step may begin later than that of `planned`.
+                # After skipped sequences, the last step may begin later than the last planned one.
                 num_steps, step_in_stage = min(num_steps, planned), min(step_in_stage, planned)
             factor = stage.lr_scheduler.checked_factor(step_in_stage, num_steps)
         else:
@@ -330,8 +330,7 @@ class Stages:
                     stage.lr_scheduler.check(num_steps)
                     stage.lr_scheduler.check_factors(num_steps)
                 except ConfigError as e:
-                    text = str(e).replace("--lr_scheduler.", f"stages.{i}.lr_scheduler.")
-                    raise _in_stage(i, stage, ConfigError(text, e.key)) from None
+                    raise _in_stage(i, stage, e) from None
 
     def _ramp_factor(self, sequence: int) -> float:
         size = self._ramp_size(sequence)

@@ -1,6 +1,5 @@
 """Private and version-dependent APIs of torch and torchao. Other modules do not use such APIs, except
-attention/torch_compat.py and parallel/torch_compat.py, which have those of attention and of the compiled,
-sharded blocks, and runtime/agent.py, which subclasses torch's agent.
+runtime/agent.py and runtime/rendezvous.py, which subclass torch's agent and rendezvous.
 
 Each function wraps one name that may be renamed or changed without notice, and its docstring states the
 behaviour that titanlite relies on. tests/unit/test_torch_compat.py has a test per function, which fails when
@@ -8,7 +7,9 @@ the name or its behaviour changes. Tested with torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
+import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 # ---- distributed
 
@@ -72,7 +74,7 @@ def fake_process_group(rank: int, num_ranks: int) -> Iterator[None]:
 
 def dtensor_like(local: torch.Tensor, like: DTensor, shape: torch.Size | None = None) -> DTensor:
     """A DTensor with the mesh and placements of `like`, whose local shard is `local`. `shape`: its global
-    shape; default: that of `like`. The shape may differ from that of `like` only in the size of dims that
+    shape; default: the shape of `like`. It may differ from that shape only in the size of dims that
     are divided evenly.
 
     DTensor.from_local would move `local` to the device of the mesh; this function leaves a shard in host
@@ -217,7 +219,7 @@ def foreach_norm(
     tensors: Sequence[torch.Tensor], ord: float = 2.0, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, ...]:
     """The norm of each tensor, in few kernels. The norm of a tensor with NaN is NaN, also for `ord` =
-    infinity. `dtype`: the dtype to compute in; default: that of the tensors."""
+    infinity. `dtype`: the dtype to compute in; default: the dtype of the tensors."""
     return torch._foreach_norm(list(tensors), ord, dtype=dtype)
 
 
@@ -348,7 +350,7 @@ class Compilation(NamedTuple):
 
 
 def compilations() -> list[Compilation]:
-    """The last 64 compilations in this process; a backward has an item of its own. `record` is the compiler's
+    """The last 64 compilations in this process; a backward is a separate item. `record` is the compiler's
     object, the same in every call. Does not import the compiler, which would take a second."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     compilations = []
@@ -419,6 +421,180 @@ def _with_all_heads(count: Callable[..., int], *shapes: Sequence[int]) -> int:
     """`count` of shapes [B, heads, T, E], with as many key and value heads as query heads."""
     heads = max(shape[1] for shape in shapes)
     return count(*((shape[0], heads, *shape[2:]) for shape in shapes))
+
+
+def enable_async_tensor_parallel(mesh: DeviceMesh) -> dict[str, Any]:
+    """Options of torch.compile with which inductor splits a matrix product after an all-gather over `mesh`,
+    or before a reduce-scatter, into chunks that are exchanged through symmetric memory. Call this before the
+    first compilation: it enables symmetric memory for the ranks of `mesh`, for which the compiler looks,
+    although torch says that this is not needed any more."""
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(mesh.get_group().group_name)
+    return {"_micro_pipeline_tp": True}
+
+
+def recompute_float8_copies() -> dict[str, Any]:
+    """Options of torch.compile with which inductor makes transposed copies of 8-bit weights in the backward.
+    Only the backward needs them, but by default the forward makes them and keeps them until then."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class RecomputeCopies(CustomGraphPass):
+        """Marks values that are computed only from 8-bit inputs of a graph, which are weights, to be
+        recomputed, as activation checkpointing does."""
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            from_weights = set[torch.fx.Node]()
+            for node in graph.nodes:
+                value = node.meta.get("val")
+                if not isinstance(value, torch.Tensor) or value.dtype != torch.float8_e4m3fn:
+                    continue
+                if node.op == "placeholder":
+                    from_weights.add(node)
+                elif node.all_input_nodes and from_weights.issuperset(node.all_input_nodes):
+                    from_weights.add(node)
+                    node.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
+                    node.meta.setdefault("ac_graph_id", 0)
+
+        def uuid(self) -> str:
+            # Constant, because the key of compiled code has the bytes of this module: compile_cache.py.
+            return "titanlite: recompute copies of 8-bit weights"
+
+    return {"joint_custom_post_pass": RecomputeCopies()}
+
+
+# ---- float8
+
+
+def float8_input_cast(linear: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function that casts inputs of the Float8Linear `linear` to float8."""
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import GemmInputRole
+
+    return partial(
+        hp_tensor_to_float8_dynamic,
+        float8_dtype=torch.float8_e4m3fn,
+        linear_mm_config=linear.linear_mm_config,
+        gemm_input_role=GemmInputRole.INPUT,
+    )
+
+
+def float8_rowwise_parallel() -> Any:
+    """torchao's subclass of RowwiseParallel that sends gradients in float8."""
+    from torchao.float8.float8_tensor_parallel import Float8RowwiseParallel
+
+    return Float8RowwiseParallel
+
+
+def is_float8_linear(layer: torch.nn.Module) -> bool:
+    """Whether torchao computes this linear layer in float8."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    return isinstance(layer, Float8Linear)
+
+
+# ---- attention
+
+
+def sdp_choice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> int:
+    """The SDPBackend that scaled_dot_product_attention chooses for [B, heads, T, E]; causal if `mask` is
+    None. Raises RuntimeError if no enabled kernel takes these tensors."""
+    gqa = q.shape[1] != k.shape[1]
+    return torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
+
+
+def attention_with_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, flash: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention and its log-sum-exps, for [B, H, T, E]: [B, H, T, E], and fp32 with B * H * T elements. On
+    CUDA by cuDNN, or with `flash` by the flash kernel; by torch's flash kernel on CPU, which needs as many
+    key heads as query heads."""
+    if not q.is_cuda:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    elif flash:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    else:
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        out, lse, *_ = cudnn(q, k, v, None, True, 0.0, causal, False)
+    return out, lse
+
+
+def attention_backward(
+    grad: torch.Tensor,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    flash: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v for the kernels of attention_with_lse. `lse`: [B, H, T, 1]."""
+    q, k, v = inputs
+    if not q.is_cuda:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse.squeeze(-1), 0.0, causal
+        )
+    dropout_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # not used: dropout is 0
+    if flash:
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse.squeeze(-1), None, None, q.shape[2], k.shape[2], 0.0, causal,
+            dropout_seed, dropout_seed,
+        )  # fmt: skip
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, lse, dropout_seed, dropout_seed, None, None, None, q.shape[2], k.shape[2],
+        0.0, causal,
+    )  # fmt: skip
+
+
+def load_varlen_attention() -> Callable[..., torch.Tensor] | None:
+    """torch's causal attention within documents: a function of q, k, v [tokens, heads, E], cu_seqlens,
+    max_seqlen and the sliding window in tokens, 0 for none. None if this torch lacks the kernel.
+
+    torch 2.13 takes fewer key heads than query heads only with `enable_gqa`, which torch 2.11 does not have.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # not on every platform
+        return None
+    takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        window: int = 0,
+    ) -> torch.Tensor:
+        # The numbers of earlier and later tokens that a token sees; -1: no limit.
+        options: dict[str, Any] = {"window_size": (window - 1, 0)}
+        if takes_gqa and q.shape[1] != k.shape[1]:
+            options["enable_gqa"] = True
+        out: Any = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
+        return out
+
+    return attend
+
+
+def use_flash_attention_4(on: bool) -> None:
+    """Let scaled_dot_product_attention and varlen attention use the flash kernels of the package
+    flash-attn-4, in this whole process, or torch's own again. Raises ImportError or RuntimeError if the
+    installed package does not fit this torch."""
+    if on == (torch.nn.attention.current_flash_attention_impl() == "FA4"):
+        return
+    if on:
+        torch.nn.attention.activate_flash_attention_impl("FA4")
+    else:
+        torch.nn.attention.restore_flash_attention_impl()
+
+
+def flash_attention_4_can_be_deterministic() -> bool:
+    """Whether this torch asks FlashAttention 4 for deterministic gradients where it has been told to use
+    deterministic algorithms."""
+    from torch.nn.attention import _fa4
+
+    return "deterministic" in inspect.signature(_fa4._fa4_run_backward).parameters
 
 
 # ---- CUDA

@@ -9,30 +9,38 @@ NGPU=8 ./run_train.sh CONFIG [--section.key=value ...]       one process per GPU
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
-from titanlite import startup
-from titanlite.checkpoint.state import TrainState
+from titanlite.checkpoint.lock import FolderLock
+from titanlite.checkpoint.ranks import TIMEOUT, Ranks
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.overrides import split_arguments
 from titanlite.errors import Diverged, LoaderError
 from titanlite.job import Job, load_job
-from titanlite.log import logger
-from titanlite.metrics.guard import StepGuard
-from titanlite.metrics.memory import building
 from titanlite.metrics.metric import StepResult
 from titanlite.metrics.profiling import Profiler
 from titanlite.optim.base import guarded_step, set_lr
-from titanlite.optim.ema import WeightAverage
-from titanlite.parallel.apply import parallelize
-from titanlite.parallel.clip import Clipper, grad_norms
+from titanlite.parallel.clip import grad_norms
 from titanlite.run import Run
 from titanlite.runtime.compile_cache import use_compile_cache
 from titanlite.runtime.data_wait import DataWait
 from titanlite.runtime.process import world_size
 from titanlite.runtime.runtime import Runtime, runtime
 from titanlite.runtime.signals import Stopped, StopRequests, stop_requests
+from titanlite.start import (
+    assemble,
+    decide_start,
+    load_state,
+    log_steps,
+    open_checkpoints,
+    open_loader,
+    open_meter,
+    shard_model,
+    write_run_files,
+)
+from titanlite.start_log import log_changes, log_start
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,7 +61,8 @@ def train(job: Job) -> int:
     with (
         stop_requests() as requests,
         runtime(job.training, job.parallelism, job.comm) as rt,
-        build(startup.pin_stream(job, rt), rt) as run,
+        FolderLock(job.folder) as lock,
+        build(job, rt, lock) as run,
         run.profiler() as profiler,
     ):
         try:
@@ -62,61 +71,33 @@ def train(job: Job) -> int:
             raise run.go_back(e) from None
 
 
-def build(job: Job, rt: Runtime) -> Run:
+def build(job: Job, rt: Runtime, lock: FolderLock) -> Run:
     """Build the data, the model and the optimizer of the run, and load the checkpoint that it resumes from.
     Cheap compatibility checks run first; the run folder is not written to until they have passed."""
     use_compile_cache(job.compile.cache_dir, job.compile.enable, rt.device, job.folder)
-    attention, kernel = startup.check_device(job, rt.device, rt.param_dtype, rt.world_size)
-    tokenizer = startup.open_tokenizer(job)
-    net = job.build_on_meta()
-    job.optimizer.check(net, rt.mesh.degrees.tp)
-    num_parameters = sum(p.numel() for p in net.parameters())
-    flops_per_token = {length: net.flops_per_token(length) for length in job.sequence_lengths().values()}
-    about = startup.summary(job, net, tokenizer.vocab_size)
-    model = parallelize(net, job.loss, rt.mesh, startup.parallel_settings(job, rt, attention))
-
-    with rt.rank_zero_first():
-        startup.check_run_folder(job, tokenizer)  # before job.data.build, which may tokenise for long
-        if rt.rank == 0:  # an error is raised on every rank
-            startup.check_interop(job, tokenizer)
-        tasks = job.validation.open_tasks(tokenizer, job.training.seq_len)
-        sequences = startup.open_data(job, tokenizer)
-    job, stages, about = startup.open_stages(job, rt.world_size, sequences, about)
-    identity = job.identity(sequences.identity, sequences.names)
-    startup.check_same_on_all_ranks(job, identity, rt)
-    checkpoints = startup.open_checkpoints(job, stages, sequences, identity, about)
-
-    startup.log_start(job, rt, about, sequences, kernel)
-    with building(num_parameters, rt.mesh.shards, job.ema.enable):
-        if checkpoints.resumed_train is None:
-            logger.info("initialising the weights")
-        model.materialize(rt.device, job.training.seed)
-        optimizer = job.optimizer.build(model.net, rt.mesh)
-        clipper = Clipper(job.training.clip, job.training.max_norm, model.net, optimizer)
-        state = TrainState(step=0, num_sequences=0, tokens=rt.count(0), skipped=job.data.skipped)
-        startup.load_initial_weights(job, model.net, checkpoints, state)
-        average = WeightAverage(job.ema, model.net)
-        checkpoints.load(model.net, optimizer, state, average)
-        model.weights_changed()
-        guard = StepGuard(job.guard, rt.device, rt.world_size, stages.loss_changes)
-        if checkpoints.resumed_train is not None:
-            guard.load_state_dict(checkpoints.resumed_train["guard"])
-    changes = startup.log_changes(job, rt, checkpoints, stages, state)
-    startup.write_run_files(job, rt, checkpoints, sequences)
-    startup.log_steps(job, stages, sequences, checkpoints.resumed_train)
+    model, kernel = shard_model(job, rt)
+    timeout = max(TIMEOUT, timedelta(seconds=job.comm.init_timeout_seconds))
+    ranks = Ranks(job.folder / job.checkpoint.folder, timeout=timeout)
+    start = decide_start(job, ranks, lock)
+    parts = assemble(job, rt.world_size, ranks, start)
+    job, stages = parts.job, parts.stages
+    checkpoints = open_checkpoints(parts, start, ranks, lock)
+    log_start(job, rt, parts.about, parts.sequences, kernel)
+    state, guard, clipper = load_state(parts, rt, model, checkpoints)
+    changes = log_changes(job, rt, checkpoints.candidate, stages, state)
+    write_run_files(parts, rt, state.step)
+    log_steps(parts, checkpoints.candidate.train if checkpoints.candidate else None)
     return Run(
         job=job,
         rt=rt,
-        tokenizer=tokenizer,
-        sequences=sequences,
+        tokenizer=parts.tokenizer,
+        sequences=parts.sequences,
         stages=stages,
-        tasks=tasks,
-        meter=startup.open_meter(job, rt, flops_per_token, state.step, changes),
-        loader=startup.open_loader(job, rt, sequences, stages, state),
+        tasks=parts.tasks,
+        meter=open_meter(parts, rt, state.step, changes),
+        loader=open_loader(parts, rt, state),
         model=model,
-        optimizer=optimizer,
         clipper=clipper,
-        average=average,
         state=state,
         checkpoints=checkpoints,
         guard=guard,
@@ -125,7 +106,7 @@ def build(job: Job, rt: Runtime) -> Run:
 
 def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
     """The training loop: take all steps that are left, and end the run. Returns its exit code."""
-    job, rt, model, optimizer, state = run.job, run.rt, run.model, run.optimizer, run.state
+    job, rt, model, state, optimizer = run.job, run.rt, run.model, run.state, run.state.optimizer
     loader, meter, checkpoints, guard = run.loader, run.meter, run.checkpoints, run.guard
     last_step, num_steps = job.training.steps, 0  # num_steps: steps taken since the start of the program
     stop, evaluation = False, dict[str, Any]()

@@ -17,7 +17,7 @@ from titanlite.config.component import ConfigError
 from titanlite.data.batch import IGNORE, Batch
 from titanlite.models import decoder, llama3, qwen3  # noqa: F401 -- two of these register their families
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel import apply, tensor_parallel
+from titanlite.parallel import sharded_model, tensor_parallel
 
 SPLITS = [(1, 4, 1), (4, 1, 1), (2, 2, 1), (4, 2, 2), (4, 1, 4)]  # ranks, micro-batches, replicas
 LAYOUTS = ({}, {"tied": False}, {"reduce": "micro_batch"})
@@ -139,7 +139,7 @@ def broken_on_rank(missing_sum: str) -> dict[str, torch.Tensor]:
         if missing_sum == "loss":
             shard = tensor_parallel.vocabulary_shard
             broken = lambda *args: replace(shard(*args), all_reduce_sum=lambda x: x)  # noqa: E731
-            patch.setattr(apply, "vocabulary_shard", broken)
+            patch.setattr(sharded_model, "vocabulary_shard", broken)
         else:
             patch.setattr(tensor_parallel, "Partial", Replicate)
         return gradients(2, torch.distributed.get_rank(), 1, tp=2)

@@ -23,11 +23,10 @@ from tests.support.tiers import full
 from titanlite import cli
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.reader import load_tensors
-from titanlite.checkpoint.state import model_tensors
+from titanlite.checkpoint.state import TrainState, model_tensors
 from titanlite.config.component import ConfigError
 from titanlite.job import Job
 from titanlite.models.load_balance import is_load
-from titanlite.models.moe import MoEDecoder
 from titanlite.parallel.expert_loads import ExpertLoads
 
 TWO_STAGES = {"pp": 2, "layers": 4}
@@ -173,9 +172,9 @@ def test_control_a_run_that_forgets_the_loads_continues_otherwise(
     run_in_hops(tmp_path, corpus, [2], *MODEL, balance, name="hops")
     load = Checkpointer.load
 
-    def forgetful(self: Checkpointer, net: MoEDecoder, *args: Any) -> None:
-        load(self, net, *args)
-        for layer in net.moe_layers().values():
+    def forgetful(self: Checkpointer, state: TrainState) -> None:
+        load(self, state)
+        for layer in state.net.moe_layers().values():
             layer.gate.load.tokens_per_expert.zero_()
 
     monkeypatch.setattr(Checkpointer, "load", forgetful)

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.support import gradients, ranks
-from tests.support.checkpoints import EXTRA, open_run
+from tests.support.checkpoints import open_run, state_of
 from tests.support.jobs import make_job, metrics_of, tiny_arguments
 from tests.support.runs import CP, FOUR_MICRO_BATCHES, PP, TP, UNTIED, run_in_hops, train_on_rank
-from titanlite.checkpoint.state import TrainState, flattened, tensors_of
+from titanlite.checkpoint.state import flattened
 from titanlite.config.component import ConfigError
 from titanlite.mesh import local_shard
 from titanlite.optim import low_bit
@@ -69,7 +69,7 @@ def take_steps(model: ShardedModel, optimizer: torch.optim.Optimizer, steps: ran
 
 def whole_tensors(model: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The weights and the state of this rank's stages, gathered over its other ranks."""
-    tensors = flattened(tensors_of(model.net, optimizer)).items()
+    tensors = flattened(state_of(model.net, optimizer).tensors()).items()
     return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in tensors}
 
 
@@ -81,7 +81,8 @@ def trained(
     take_steps(model, optimizer, range(1, last + 1))
     if folder is not None:
         checkpoints = open_run(folder, async_mode="disabled")
-        checkpoints.save(model.net, optimizer, TrainState(last, 8 * last, torch.tensor(80)), EXTRA)
+        state = state_of(model.net, optimizer, step=last, num_sequences=8 * last, tokens=torch.tensor(80))
+        checkpoints.save(state)
         checkpoints.close()
     return whole_tensors(model, optimizer)
 
@@ -91,8 +92,8 @@ def resumed(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Weights and state as they were loaded, and after two more steps."""
     model, optimizer = build(world_size, layout, state_dtype)
-    checkpoints, state = open_run(folder, async_mode="disabled"), TrainState(0, 0, torch.tensor(0))
-    checkpoints.load(model.net, optimizer, state)
+    checkpoints, state = open_run(folder, async_mode="disabled"), state_of(model.net, optimizer)
+    checkpoints.load(state)
     checkpoints.close_after_error()
     loaded = whole_tensors(model, optimizer)
     take_steps(model, optimizer, range(state.step + 1, state.step + 3))

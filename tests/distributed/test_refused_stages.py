@@ -93,7 +93,7 @@ REFUSED = {
     "a schedule": (
         [staged(SHORT, f'{END}, lr_scheduler = {{ name = "warmup_stable_decay", warmup_steps = 9 }}')],
         "stages.1.lr_scheduler.warmup_steps: stage 2: 9 steps of warmup need a schedule of more than 4 "
-        "steps; set stages.1.lr_scheduler.warmup_steps=0, or -1, which means 0 here",
+        "steps; set warmup_steps = 0, or -1, which means 0 here",
     ),
 }
 

@@ -12,7 +12,6 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -98,9 +97,9 @@ def test_control_lost_optimizer_state_is_noticed(
 ) -> None:
     load = Checkpointer.load
 
-    def forgetful(self: Checkpointer, net: object, optimizer: torch.optim.Optimizer, *rest: Any) -> None:
-        load(self, net, optimizer, *rest)
-        for moments in optimizer.state.values():
+    def forgetful(self: Checkpointer, state: TrainState) -> None:
+        load(self, state)
+        for moments in state.optimizer.state.values():
             moments[part].zero_()
 
     monkeypatch.setattr(Checkpointer, "load", forgetful)

@@ -18,6 +18,7 @@ from tests.support.runs import FOUR_MICRO_BATCHES, PP, TP, UNTIED, train_on_rank
 from tests.support.tiers import full
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.reader import read_metadata
+from titanlite.checkpoint.state import TrainState
 
 ALLOWED = "--checkpoint.allow_changed=['optimizer']"
 LION = ["--job.imports=['tests.examples.lion']", "--optimizer.name=lion", "--optimizer.lr=1e-3"]
@@ -32,9 +33,9 @@ def train_without_momentum(*args: Any) -> None:
     """One rank's part of a run whose resume loses the optimizer's state."""
     load = Checkpointer.load
 
-    def forgetful(self: Checkpointer, net: Any, optimizer: torch.optim.Optimizer, *rest: Any) -> None:
-        load(self, net, optimizer, *rest)
-        for tensors in optimizer.state.values():
+    def forgetful(self: Checkpointer, state: TrainState) -> None:
+        load(self, state)
+        for tensors in state.optimizer.state.values():
             tensors["exp_avg"].zero_()
 
     with patch.object(Checkpointer, "load", forgetful):

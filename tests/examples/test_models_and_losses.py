@@ -21,7 +21,8 @@ from titanlite.data.batch import Batch
 from titanlite.losses import CrossEntropy
 from titanlite.mesh import ALONE
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
+from titanlite.parallel.settings import ParallelSettings
 
 TENSOR = "--parallelism.tensor_parallel_degree=2"
 FAMILY = [

@@ -12,8 +12,9 @@ from tests.support.jobs import make_job, metrics_of
 from tests.support.metric_tables import is_described
 from tests.support.runs import train_on_rank
 from tests.support.tiers import full
+from titanlite.checkpoint.start import New
 from titanlite.config.component import ConfigError
-from titanlite.startup import open_data
+from titanlite.start import open_data
 
 KEYS = [
     "--job.imports=['tests.examples.repeated_tokens']",
@@ -30,7 +31,7 @@ def test_the_share_is_that_of_the_sequences(
     extra = "--metrics.extra=[{ name = 'repeated_tokens', distance = 2 }]"
     run_on(world_size, train_on_rank, tmp_path, corpus, [*KEYS, extra], "run", world_size)
     job = make_job(tmp_path, corpus, *KEYS, extra, name="run")
-    sequences = open_data(job, job.tokenizer.build())
+    sequences = open_data(job, job.tokenizer.build(), New())
     size, lines = 8, metrics_of(job)
     for k, line in enumerate(lines):
         numbers = np.arange(k * size, (k + 1) * size)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import titanlite.files
 from tests.support import ranks
-from tests.support.checkpoints import EXTRA, Toy, names, open_run, sharded_toy
+from tests.support.checkpoints import Toy, names, open_run, sharded_toy
 from tests.support.jobs import make_job, metrics_of
 from tests.support.runs import history
 from tests.support.tiers import sampled
@@ -45,7 +45,7 @@ def save_two(folder: Path, ranks: int = 1, file_bytes: int = FILE_BYTES) -> None
         run, toy = open_run(folder), sharded_toy(ranks, WIDTH)
         for _ in range(2):
             toy.step()
-            run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+            run.save(toy.state)
         run.close()
 
 
@@ -53,7 +53,7 @@ def start(folder: Path, ranks: int = 1, **config: Any) -> Toy:
     """A start of the program. Returns the step that it resumes from."""
     run, toy = open_run(folder, **config), sharded_toy(ranks, WIDTH, seed=7)
     try:
-        run.load(toy.net, toy.optimizer, toy.state)
+        run.load(toy.state)
     finally:
         run.close_after_error()
     return toy
@@ -141,9 +141,8 @@ def test_a_start_passes_over_flipped_bits(
     for number in range(8):
         with holding(step / name, flipped((step / name).read_bytes(), rng)):
             toy = start(run)
-            assert toy.state.as_json() == {"step": 1, "sequences": 8, "tokens": 80, "skipped": []}, (
-                f"flip {number}"
-            )
+            found = toy.state.step, toy.state.num_sequences, int(toy.state.tokens)
+            assert found == (1, 8, 80), f"flip {number}"
             assert equal(toy, values[1])
             assert names(run) == ["quarantined-step-2-0", "step-1"]
             step.with_name("quarantined-step-2-0").rename(step)
@@ -438,17 +437,13 @@ def test_a_run_of_damaged_checkpoints_ends(whole: dict[int, Job], tmp_path: Path
 
 @pytest.mark.full
 def test_damaged_files_for_people_do_not_stop_a_run(tmp_path: Path, corpus: Path) -> None:
-    options = ["--generation.prompts=['a']", "--generation.freq=2", "--metrics.enable_tensorboard"]
+    options = ["--generation.prompts=['a']", "--generation.freq=2"]
     train(make_job(tmp_path, corpus, "--training.steps=4", *options))
     folder = tmp_path / "run"
     for name in ("metrics.jsonl", "samples.txt"):
         (folder / name).write_bytes(b"\xff\n" + (folder / name).read_bytes())
-    shutil.rmtree(folder / "tb")
-    (folder / "tb").touch()
     job = make_job(tmp_path, corpus, *options)
     assert train(job) == 0
     assert [values["step"] for values in metrics_of(job)] == list(range(1, 9))
     assert (folder / "samples.txt").read_text().count("--- step ") == 4
-    assert sum(1 for _ in (folder / "tb").iterdir()) == 1
-    moved = {"metrics.superseded.jsonl", "tb.damaged-0"}
-    assert moved <= {path.name for path in folder.iterdir()}
+    assert (folder / "metrics.superseded.jsonl").read_bytes().startswith(b"\xff\n")

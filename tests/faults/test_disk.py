@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.checkpoints import EXTRA, Toy, names, open_run, save_steps
+from tests.support.checkpoints import Toy, names, open_run, save_steps
 from tests.support.jobs import make_job, metrics_of, write_toml
 from tests.support.logs import listening
 from tests.support.runs import history
@@ -90,7 +90,7 @@ class Many(Toy):
 def save(run: Checkpointer, toy: Toy) -> None:
     """Take a step, save it, and wait for the save."""
     toy.step()
-    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+    run.save(toy.state)
     run.check_save()
 
 
@@ -119,7 +119,7 @@ def test_a_full_disk_costs_one_save(disk: Disk, mode: str, caplog: pytest.LogCap
     run.close()
     assert_whole(disk.path / "run", 1, 3)
     again, other = open_run(disk.path / "run"), Many()
-    again.load(other.net, other.optimizer, other.state)
+    again.load(other.state)
     assert all(torch.equal(a, b) for a, b in zip(other.values(), toy.values()))
 
 
@@ -176,10 +176,10 @@ def test_a_run_on_a_disk_that_was_full_for_a_while(
     original = Checkpointer.save
 
     def filling(self: Checkpointer, *args: Any) -> None:
-        if args[2].step == 8:
+        if args[0].step == 8:
             self.check_save()
             disk.fill(leave=400_000)  # enough for the tensors, not for their files
-        if args[2].step == 12:
+        if args[0].step == 12:
             disk.free()
         original(self, *args)
 
@@ -193,7 +193,7 @@ def test_a_run_on_a_disk_that_was_full_for_a_while(
 
 
 @pytest.mark.full
-def test_metrics_of_steps_on_a_full_disk_are_written_later(
+def test_a_full_disk_leaves_out_metrics_and_says_so(
     disk: Disk, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -212,16 +212,17 @@ def test_metrics_of_steps_on_a_full_disk_are_written_later(
     options = ["--training.steps=40", "--lr_scheduler.total_steps=40", "--checkpoint.interval=40"]
     options += ["--generation.freq=5", '--generation.prompts=["a"]', "--generation.max_new_tokens=200"]
     options += ["--model.overrides.n_layers=1", "--training.seq_len=8", "--data.holdout_sequences=0"]
-    job = make_job(disk.path, corpus, *options, "--metrics.enable_tensorboard")
+    job = make_job(disk.path, corpus, *options, "--metrics.sinks=[{name = 'tensorboard'}]")
     assert train(job) == 0
-    assert [values["step"] for values in metrics_of(job)] == steps
+    written = [values["step"] for values in metrics_of(job)]
+    assert written[:3] + written[-5:] == steps[:3] + steps[-5:]
+    assert len(written) < 40, "the disk was not full"
     events = EventAccumulator(str(job.folder / "tb"))
     events.Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == steps
-    assert (job.folder / "samples.txt").read_text().count("--- step ") == 8
+    assert [event.step for event in events.Scalars("train/loss")][-5:] == steps[-5:]
+    assert (job.folder / "samples.txt").read_text().count("--- step ") < 8
     log = capsys.readouterr().err.splitlines()
-    assert sum("No space left on device; its records are kept" in line for line in log) == 3, log
-    assert sum("can be written again" in line for line in log) == 3, log
+    assert sum("No space left on device" in line for line in log) == 3, log
 
 
 @pytest.mark.full
@@ -231,7 +232,7 @@ def test_a_run_on_a_full_disk_ends_and_goes_on_later(
     original = Checkpointer.save
 
     def filling(self: Checkpointer, *args: Any) -> None:
-        if args[2].step == 4:
+        if args[0].step == 4:
             self.check_save()
             disk.fill(leave=400_000)
         original(self, *args)
@@ -371,7 +372,7 @@ def save_on_rank(folder: Path, broken: int) -> list[str]:
             with pytest.MonkeyPatch.context() as fault:
                 if rank == broken and step == 2:
                     break_at("EIO at write", fault, times=1)
-                run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+                run.save(toy.state)
                 try:
                     run.check_save()
                     seen.append("")
@@ -410,7 +411,7 @@ def test_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             ready.clear()
         for _ in range(4):
             toy.step()
-            run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+            run.save(toy.state)
             there.append([step for step, _ in commit.list_committed(tmp_path / "checkpoint")])
             ready.set()
         run.close()
@@ -534,7 +535,12 @@ def test_few_inodes_are_one_line(tmp_path: Path, corpus: Path, capsys: pytest.Ca
         pytest.skip(f"needs root and Linux: {e}")
     try:
         where = [f"--job.dump_folder={path / 'run'}", f"--data.cache_dir={corpus / 'cache'}"]
-        start = [write_toml(tmp_path, corpus), *where, "--training.steps=1", "--metrics.enable_tensorboard"]
+        start = [
+            write_toml(tmp_path, corpus),
+            *where,
+            "--training.steps=1",
+            "--metrics.sinks=[{name = 'tensorboard'}]",
+        ]
         capsys.readouterr()
         assert cli.run(["train", *map(str, start)]) in (2, 3)
         assert "Traceback" not in capsys.readouterr().err
@@ -564,7 +570,7 @@ def test_a_run_folder_that_is_removed_is_made_again(
     said = [line for line in capsys.readouterr().err.splitlines() if "made again for step 4" in line]
     assert len(said) == 1
     assert [step for step, _ in commit.list_committed(job.folder / "checkpoint")] == [4, 8]
-    assert [line["step"] for line in metrics_of(job)] == [3, 4, 5, 6, 7, 8]
+    assert [line["step"] for line in metrics_of(job)] == [5, 6, 7, 8]
     longer = make_job(tmp_path, corpus, "--training.steps=9")
     assert train(longer) == 0
-    assert [line["step"] for line in metrics_of(longer)] == [3, 4, 5, 6, 7, 8, 9]
+    assert [line["step"] for line in metrics_of(longer)] == [5, 6, 7, 8, 9]

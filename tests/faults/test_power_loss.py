@@ -20,13 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.checkpoints import EXTRA, Toy, flip_a_shard, open_run, save_steps, sharded_toy
+from tests.support.checkpoints import Toy, flip_a_shard, open_run, save_steps, sharded_toy
 from tests.support.file_operations import Recording, recorded
 from tests.support.power_loss import check_all, crashes, described, without_syncs
-from titanlite.checkpoint import commit
-from titanlite.checkpoint.commit_record import CommitRecord
+from titanlite.checkpoint import commit, last_commit
 from titanlite.checkpoint.digest import digest_file
-from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.state import read_train
 from titanlite.files import sync
 from titanlite.log import logger
@@ -59,10 +57,10 @@ def train(run_folder: Path, to_step: int, note: Callable[[Any], None], **config:
     """Start the program, train to `to_step` and save every step. `note` is called for each save that was
     waited for."""
     run, toy = open_run(run_folder, **config), Toy()
-    run.load(toy.net, toy.optimizer, toy.state)
+    run.load(toy.state)
     while toy.state.step < to_step:
         toy.step()
-        run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+        run.save(toy.state)
         run.check_save()
         note(toy.state.step)
     run.close()
@@ -81,7 +79,7 @@ def committed(folder: Path, damaged: tuple[int, ...] = ()) -> list[int]:
 
 def recorded_step(run: Path) -> int | None:
     """The step in last_commit.json, which must be readable."""
-    last = CommitRecord(run, Checkpoint()).read()
+    last = last_commit.read(run)
     return last.step if last else None
 
 
@@ -94,13 +92,13 @@ def leftovers(run: Path) -> set[str]:
 def resumes(run: Path, newest: int, values: Values, **config: Any) -> None:
     """A start loads the state of step `newest` bit for bit, and takes the next step."""
     opened, toy = open_run(run, **config), Toy()
-    opened.load(toy.net, toy.optimizer, toy.state)
+    opened.load(toy.state)
     assert toy.state.step == newest
     if newest:
         assert all(map(torch.equal, toy.values(), values[newest]))
     toy.step()
     assert all(map(torch.equal, toy.values(), values[newest + 1]))
-    opened.save(toy.net, toy.optimizer, toy.state, EXTRA)
+    opened.save(toy.state)
     opened.close()
     assert newest + 1 in committed(run / "checkpoint")
 
@@ -258,7 +256,8 @@ def test_a_restart(tmp_path: Path, values: Values) -> None:
         run = place / "run"
         there = committed(run / "checkpoint")
         aside = [committed(path) for path in sorted((run / "checkpoint").glob("archived-*"))]
-        begun = CommitRecord(run, Checkpoint(restart=True)).restart_is_due() is False
+        record = last_commit.read(run)
+        begun = record is not None and record.restarted
         new = there if begun else []
         assert {s for steps in aside for s in steps} | (set() if begun else set(there)) == {1, 2}
         assert step in (0, *new)
@@ -370,7 +369,7 @@ def save_on_rank(folder: Path, lazy: int) -> list[tuple[int, str, int, int]]:
         patch.setattr(os, "rename", renaming)
         run, toy = open_run(folder), sharded_toy(2, width=64)
         toy.step()
-        run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+        run.save(toy.state)
         run.close()
     return noted
 

@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.checkpoints import EXTRA
+from tests.support.checkpoints import start_run, state_of
 from tests.support.jobs import make_job, metrics_of, write_toml
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.staging import HostBuffers
-from titanlite.checkpoint.state import TrainState, model_tensors
+from titanlite.checkpoint.state import model_tensors
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,13 +34,13 @@ def test_a_save_is_of_its_moment(tmp_path: Path) -> None:
     net = wide()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     config = Checkpoint(keep_latest_k=0)
-    run = Checkpointer(config, tmp_path, {}, "")
-    state = TrainState(0, 0, torch.zeros((), dtype=torch.int64, device="cuda"))
-    run.warm_up(net, optimizer)
+    run = start_run(tmp_path, config, {})
+    state = state_of(net, optimizer, tokens=torch.zeros((), dtype=torch.int64, device="cuda"))
+    run.warm_up(state)
     for step in (1, 2, 3):
         state.step = step
         net.weight.data.fill_(step)
-        run.save(net, optimizer, state, EXTRA)
+        run.save(state)
         run.wait_until_staged()
         net.weight.data.fill_(-1.0)  # the next update, at once
     run.close()

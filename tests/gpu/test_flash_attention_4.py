@@ -16,8 +16,8 @@ from titanlite.attention.base import AttentionBackend, AttentionNeeds
 from titanlite.attention.flash_attention_4 import FlashAttention4, is_installed
 from titanlite.attention.head_tail import head_tail_attention
 from titanlite.attention.sdpa import SDPA
-from titanlite.attention.torch_compat import flash_attention_4_can_be_deterministic
 from titanlite.config.component import ConfigError
+from titanlite.torch_compat import flash_attention_4_can_be_deterministic
 
 pytestmark = [
     pytest.mark.gpu,

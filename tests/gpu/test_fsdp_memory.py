@@ -15,7 +15,8 @@ from titanlite.losses import CrossEntropy
 from titanlite.mesh import build_mesh
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel import fsdp
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallelism import Parallelism
 
 pytestmark = [

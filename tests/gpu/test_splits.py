@@ -20,8 +20,9 @@ from titanlite.data.batch import Batch
 from titanlite.losses import ChunkedCrossEntropy
 from titanlite.mesh import ALONE
 from titanlite.models.mistral import Mistral
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
 from titanlite.parallel.compile import Compilations, Compile
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallel.sharded_model import ShardedModel
 
 pytestmark = pytest.mark.gpu

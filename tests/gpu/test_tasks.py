@@ -15,8 +15,9 @@ from titanlite.data.batch import Batch
 from titanlite.losses import ChunkedCrossEntropy
 from titanlite.mesh import ALONE
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
 from titanlite.parallel.initialize import fill_normal
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.tasks.requests import Request, make_task_batch
 

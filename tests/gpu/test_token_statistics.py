@@ -16,8 +16,9 @@ from titanlite.losses import WHOLE_VOCABULARY, ChunkedCrossEntropy, CrossEntropy
 from titanlite.mesh import ALONE
 from titanlite.metrics.token_statistics import TokenStatistics, exact_losses
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
 from titanlite.parallel.compile import Compile
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallel.sharded_model import ShardedModel
 
 pytestmark = pytest.mark.gpu

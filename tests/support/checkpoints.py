@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from torch.distributed.fsdp import fully_shard
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.lock import FolderLock
+from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.section import Checkpoint
+from titanlite.checkpoint.start import Start, check_run_identity, decide
 from titanlite.checkpoint.state import TrainState
 from titanlite.metrics.spikes import SpikeDetector
 
@@ -28,8 +32,29 @@ GUARD = {
     "sequences": [[1, 0, 8]],
     "num_rewinds": 0,
 }
-EXTRA = {"global_batch_size": 8, "guard": GUARD, "healthy": True}
 IDENTITY = {"model": {"dim": 4}, "data": {"seed": 0, "sources": {"abc": 1000}}}
+
+
+@dataclass
+class SavedGuard:
+    """Stands for the guard of a run, whose state is always GUARD."""
+
+    healthy: bool = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return GUARD
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == GUARD
+
+    def is_healthy(self) -> bool:
+        return self.healthy
+
+
+def state_of(net: nn.Module, optimizer: torch.optim.Optimizer, **values: Any) -> TrainState:
+    """The state of a run with a global batch of 8."""
+    tokens = values.pop("tokens", torch.zeros((), dtype=torch.int64))
+    return TrainState(net, optimizer, tokens, SavedGuard(), 8, **values)
 
 
 class Toy:
@@ -37,9 +62,24 @@ class Toy:
 
     def __init__(self, width: int = 4, seed: int = 0):
         torch.manual_seed(seed)
-        self.net = nn.Linear(width, width)
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.1)
-        self.state = TrainState(0, 0, torch.zeros((), dtype=torch.int64))
+        net = nn.Linear(width, width)
+        self.state = state_of(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+
+    @property
+    def net(self) -> Any:
+        return self.state.net
+
+    @net.setter
+    def net(self, net: nn.Module) -> None:
+        self.state.net = net
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.state.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self.state.optimizer = optimizer
 
     def step(self) -> None:
         self.net(torch.ones(2, self.net.in_features)).pow(2).sum().backward()
@@ -64,14 +104,33 @@ def sharded_toy(ranks: int, width: int, seed: int = 0) -> Toy:
 
 
 def open_run(folder: Path, /, identity: dict = IDENTITY, **config: object) -> Checkpointer:
-    return Checkpointer(Checkpoint(interval=1, **config), folder, identity, "[job]\n")
+    return start_run(folder, Checkpoint(interval=1, **config), identity)
+
+
+def start_run(
+    folder: Path, config: Checkpoint, identity: dict = IDENTITY, distance: int | None = None
+) -> Checkpointer:
+    """The checkpoints of a run, which is started as a job is: locked, decided and compared."""
+    ranks, lock = Ranks(folder / config.folder), FolderLock(folder)
+
+    def decided() -> Start:
+        start = decide(config, folder, lock=lock)
+        check_run_identity(start, identity, config.allow_changed, folder)
+        return start
+
+    try:
+        start = ranks.from_rank_zero(decided)
+        return Checkpointer(config, identity, "[job]\n", start, ranks, lock, distance)
+    except BaseException:
+        lock.close()
+        raise
 
 
 def save_steps(folder: Path, steps: int, **config: object) -> tuple[Toy, Checkpointer]:
     run, toy = open_run(folder, **config), Toy()
     for _ in range(steps):
         toy.step()
-        run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+        run.save(toy.state)
     run.check_save()
     return toy, run
 
@@ -85,12 +144,12 @@ def go(folder: Path, to_step: int, **config: Any) -> int | None:
     from."""
     run, toy = open_run(folder, **config), Toy()
     try:
-        run.load(toy.net, toy.optimizer, toy.state)
+        run.load(toy.state)
         start = toy.state.step or None
-        assert start == (run.resumed_train["step"] if run.resumed_train else None)
+        assert start == (run.candidate.step if run.candidate else None)
         while toy.state.step < to_step:
             toy.step()
-            run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+            run.save(toy.state)
         run.close()
     finally:
         run.close_after_error()

@@ -147,7 +147,7 @@ class _Planted:
             _wrap(*find_target(where[self.fault.during]), self._arm)
 
     def _arm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        step = args[1].step if self.fault.during == "write" else args[3].step
+        step = args[1].step  # of a snapshot, or of the state
         self._armed = step == self.fault.step
         try:
             return original(*args, **kwargs)
@@ -240,12 +240,12 @@ def _no_memory(planted: _Planted, args: tuple[Any, ...]) -> None:
 
 
 def _lose_moments(planted: _Planted, args: tuple[Any, ...]) -> None:
-    for moments in args[2].state.values():
+    for moments in args[1].optimizer.state.values():
         moments["exp_avg"].zero_()
 
 
 def _shift_sequence(planted: _Planted, args: tuple[Any, ...]) -> None:
-    args[3].num_sequences += 1
+    args[1].num_sequences += 1
 
 
 def _stop(planted: _Planted, args: tuple[Any, ...]) -> None:
@@ -279,11 +279,11 @@ def _scribble(planted: _Planted, args: tuple[Any, ...]) -> None:
     """Run after Checkpointer.save: overwrite all state, and restore it when the checkpoint is written."""
     import torch
 
-    from titanlite.checkpoint.state import flattened, tensors_of
+    from titanlite.checkpoint.state import flattened
     from titanlite.mesh import local_shard
 
-    checkpointer, net, optimizer, state = args[:4]
-    tensors = list(flattened(tensors_of(net, optimizer)).values())
+    checkpointer, state = args[:2]
+    tensors = list(flattened(state.tensors()).values())
     local = [*map(local_shard, tensors), state.tokens]
     kept, small = [t.clone() for t in local], (state.step, state.num_sequences)
     with torch.no_grad():

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from tests.support.jobs import ROOT, make_job, metrics_of, write_corpus
+from titanlite.checkpoint.lock import FolderLock
 from titanlite.job import Job, load_job
 from titanlite.runtime.runtime import runtime
 from titanlite.train import build, train
@@ -100,7 +101,7 @@ def _debug(folder: Path, overrides: list[str]) -> Job:
         f"--training.steps={STEPS}",
         f"--lr_scheduler.total_steps={load_job(config, world_size=1).training.steps}",
         "--metrics.log_freq=1",
-        "--metrics.enable_tensorboard=false",
+        "--metrics.sinks=[]",
         "--generation.prompts=[]",
     ]
     return load_job(config, [*mine, *overrides], world_size=1)
@@ -140,7 +141,11 @@ def num_threads(threads: int) -> Iterator[None]:
 def weights_sha(job: Job) -> str:
     """SHA-256 of the initial weights, their names and shapes. Trains nothing."""
     digest = hashlib.sha256()
-    with runtime(job.training, job.parallelism, job.comm) as rt, build(job, rt) as run:
+    with (
+        runtime(job.training, job.parallelism, job.comm) as rt,
+        FolderLock(job.folder) as lock,
+        build(job, rt, lock) as run,
+    ):
         for name, p in sorted(run.model.net.named_parameters()):
             digest.update(f"{name} {list(p.shape)} {p.dtype}\n".encode())
             digest.update(np.ascontiguousarray(p.detach().numpy()).tobytes())

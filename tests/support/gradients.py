@@ -17,11 +17,12 @@ from titanlite.mesh import build_mesh
 from titanlite.models.base import ModelFamily
 from titanlite.models.load_balance import LoadBalance
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import grad_norms
 from titanlite.parallel.compile import Compile
 from titanlite.parallel.float8 import Float8
 from titanlite.parallel.initialize import fill_normal
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.parallelism import Parallelism
 
@@ -114,7 +115,7 @@ def gradients(world_size: int, rank: int, micro_batches: int, **layout: Any) -> 
     starts = [(a * ranks + model.mesh.dp_rank) * size for a in range(micro_batches)]
     local = [Batch(batch.inputs[i : i + size], batch.targets[i : i + size], 0, 0) for i in starts]
     loss = model.forward_backward(local, torch.tensor(batch.num_targets))
-    auxiliary = {name: model.auxiliary_losses[name] for name in model.settings.auxiliary_losses}
+    auxiliary = {name: value for name, value in model.auxiliary_losses.items() if name == "z_loss"}
     if world_size > 1:
         for value in (loss, *auxiliary.values()):
             torch.distributed.all_reduce(value)

@@ -49,7 +49,7 @@ interval = 4
 
 [metrics]
 log_freq = 1
-enable_tensorboard = false
+sinks = []
 
 [data]
 num_workers = 0

@@ -85,8 +85,8 @@ ERRORS = {
 RESOLVE = "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.resolve_tensor"
 WRITE_NEW = "titanlite.files:write_new"
 RESUME = {
-    "lock taken": Point("lock:FolderLock.__init__", "after"),
-    "half of the small files": Point("digest:digest_file", "before", 2),
+    "lock taken": Point("lock:FolderLock.take", "after"),
+    "half of the small files": Point("commit:read_file", "before", 2),
     "chosen": Point("resume:newest", "after"),
     "seen by all ranks": Point("resume:check_shared", "after", shared=True),
     "before cleaning": Point("commit:clean"),

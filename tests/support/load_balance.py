@@ -82,7 +82,7 @@ def step(
     model.forward_backward(local, torch.tensor(batch.num_targets))
     gradients = gradients_of(model)
     model.after_step(torch.tensor(True))
-    loads = model.settings.expert_loads
+    loads = model.expert_loads
     assert loads is not None
     counts = {name: layer.gate.load.tokens_per_expert for name, layer in model.net.moe_layers().items()}
     return {
@@ -106,8 +106,8 @@ def steps_on_rank(world_size: int, num: int, moe: LoadBalance, layout: dict[str,
         model.forward_backward(local, torch.tensor(batch.num_targets))
         model.after_step(torch.tensor(True))
     biases = {name: b for name, b in model.net.named_buffers() if name.endswith(CORRECTION_BIAS)}
-    assert model.settings.expert_loads is not None
-    return {"biases": biases, "metrics": load_metrics(model.settings.expert_loads)}
+    assert model.expert_loads is not None
+    return {"biases": biases, "metrics": load_metrics(model.expert_loads)}
 
 
 def by_autograd(moe: LoadBalance, own_shares: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

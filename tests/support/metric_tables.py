@@ -47,8 +47,8 @@ def documented(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, list[Entr
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             name = f"{prefix}{node.name}"
-            if found := entries(ast.get_docstring(node) or ""):
-                yield name, found
+            if described := entries(ast.get_docstring(node) or ""):
+                yield name, described
             yield from documented(node, f"{name}.")
 
 
@@ -60,7 +60,7 @@ def all_entries() -> dict[str, list[Entry]]:
 
 def is_described(name: str) -> bool:
     """Whether an entry describes a metric. A word in capitals in an entry stands for any text."""
-    names = [name for found in all_entries().values() for entry in found for name in entry.names]
+    names = [name for described in all_entries().values() for entry in described for name in entry.names]
     return any(re.fullmatch(re.sub(r"[A-Z]{2,}", ".+", known), name) for known in names)
 
 

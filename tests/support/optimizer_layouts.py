@@ -12,8 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tests.support.checkpoints import state_of
 from tests.support.gradients import NUM_SEQUENCES, build, uneven_sequences
-from titanlite.checkpoint.state import flattened, tensors_of
+from titanlite.checkpoint.state import flattened
 from titanlite.data.batch import Batch
 from titanlite.mesh import local_shard_and_offsets
 from titanlite.optim.base import Optimizer, guarded_step, make_state
@@ -84,13 +85,13 @@ def train(
     built = optimizer.build(model.net, model.mesh)
     if load is not None:
         make_state(built)
-        dcp.load(flattened(tensors_of(model.net, built)), checkpoint_id=load)  # type: ignore[arg-type]
+        dcp.load(flattened(state_of(model.net, built).tensors()), checkpoint_id=load)  # type: ignore[arg-type]
     for step in steps:
         set_gradients(model, step)
         guarded_step(built, torch.tensor(True), None)
         built.zero_grad()
         model.weights_changed()
-    tensors = flattened(tensors_of(model.net, built))
+    tensors = flattened(state_of(model.net, built).tensors())
     if save is not None:
         dcp.save(tensors, checkpoint_id=save)  # type: ignore[arg-type]
     return {

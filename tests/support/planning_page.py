@@ -1,24 +1,20 @@
 """The output that docs/planning.md quotes: a block `<!-- output: NAME -->` is what `titanlite plan` prints.
-The page's picture is what it draws.
 
-`python -m tests.support.planning_page` writes the blocks into the page, and the picture."""
+`python -m tests.support.planning_page` writes the blocks into the page."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import re
-import tempfile
 from pathlib import Path
 
 from titanlite import cli
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/planning.md"
-PICTURE = PAGE.parents[1] / "assets/memory_over_a_step.svg"
 BLOCK = re.compile(r"(<!-- output: (\w+) -->\n\n```\n).*?(```\n)", re.DOTALL)
 COMMANDS = {
     "one": "llama3_1b --gpus 1xRTX4090",
-    "less": "llama3_1b --gpus 1xRTX4090 --optimizer.state_dtype=int8 --top 1",
     "eight": "llama3_1b --gpus 8xH100 --price 2.5 --top 3",
 }
 
@@ -26,16 +22,6 @@ COMMANDS = {
 def refreshed(page: str) -> str:
     """The page with the output of the present program."""
     return BLOCK.sub(lambda match: f"{match[1]}{_output(COMMANDS[match[2]])}{match[3]}", page)
-
-
-def picture(*words: str) -> str:
-    """The picture that the page shows. `words`: overrides."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "memory.svg"
-        command = ["plan", "llama3_1b", "--gpus=8xH100", f"--svg={file}", *words]
-        with contextlib.redirect_stdout(io.StringIO()):
-            assert cli.run(command) == 0
-        return file.read_text(encoding="utf-8")
 
 
 def _output(words: str) -> str:
@@ -47,4 +33,3 @@ def _output(words: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(refreshed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    PICTURE.write_text(picture(), encoding="utf-8")

@@ -10,7 +10,7 @@ from tests.support.runs import UNTIED
 from titanlite.data.batch import sequence_hash
 from titanlite.data.dataset import SequenceDataset
 from titanlite.job import Job
-from titanlite.startup import open_stages
+from titanlite.start import open_stages
 
 SHORT = 'until = "30 sequences", name = "short", seq_len = 16, weights = { "a.jsonl" = 1 }'
 MAIN = 'until = "60 sequences", name = "main"'  # the weights of data.sources, 3 and 1

@@ -13,7 +13,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from titanlite import startup
+from titanlite import start, start_log
 from titanlite.checkpoint.run_identity import check_identity
 from titanlite.config.component import ConfigError
 from titanlite.corpus import plan_data
@@ -62,8 +62,10 @@ def _outputs(example: str) -> dict[str, str]:
 def _opened(job: Job) -> tuple[Job, Stages, dict[str, object], list[str]]:
     """The job, its stages, its run identity, and the lines of its log about its data."""
     sequences = job.data.build(job.tokenizer.build(), seq_len=job.training.seq_len, seed=job.training.seed)
-    job, stages, about = startup.open_stages(job, 1, sequences)
-    lines = [line for line in about if "tokens" in line] + startup.check_data(job, stages, sequences, None)
+    given = job
+    job, stages = start.open_stages(given, 1, sequences)
+    about = start_log.about_steps(given, job)
+    lines = [line for line in about if "tokens" in line] + start.check_data(job, stages, sequences, None)
     return job, stages, job.identity(sequences.identity, sequences.names), lines
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from titanlite.metrics.sinks.base import RunInfo
-from titanlite.metrics.sinks.tracker import Client, Delivery, TrackerRun
+from titanlite.report.trackers.tracker import Client, Delivery, TrackerRun
 
 RUN_ID = "0123456789abcdef" * 2
 

@@ -275,7 +275,7 @@ def test_an_unknown_backend_of_the_compiler_is_told(complaint):
         (
             ["--lr_scheduler.warmup_steps=100"],
             "command line, --lr_scheduler.warmup_steps: 100 steps of warmup need a schedule of more "
-            "than 100 steps; set --lr_scheduler.warmup_steps=10, or -1, which means 10 here",
+            "than 100 steps; set warmup_steps = 10, or -1, which means 10 here",
         ),
     ],
 )
@@ -548,7 +548,7 @@ from titanlite.config.component import ConfigError
 from titanlite.config.resolve import amounts, value_at
 from titanlite.metrics.sinks.base import Sink
 from titanlite.optim.base import Optimizer
-from titanlite.data.text_sources import DocumentSource
+from titanlite.corpus.document_source import DocumentSource
 
 
 @dataclass(frozen=True, kw_only=True)

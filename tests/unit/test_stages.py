@@ -22,7 +22,7 @@ from titanlite.optim.piecewise import Piecewise
 from titanlite.optim.warmup_stable_decay import WarmupStableDecay
 from titanlite.runtime.training import BatchRamp, Training
 from titanlite.stages import Stage, Stages, check_sources_are_read, check_stages, count_ends, uncounted_ends
-from titanlite.startup import last_sequence
+from titanlite.start import last_sequence
 
 END = Stage(until="end")
 CONSTANT = Piecewise(points=[[0.0, 1.0]])

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.attention import SDPBackend
 
 from tests.support.fsdp import reshards_after_forward
 from titanlite import torch_compat
@@ -502,3 +504,169 @@ def test_the_memory_history_of_a_gpu(tmp_path: Path) -> None:
     torch_compat.dump_memory_history(tmp_path / "memory.pickle")
     torch_compat.record_memory_history(None)
     assert (tmp_path / "memory.pickle").stat().st_size > 0
+
+
+# ---- attention
+
+
+def test_varlen_attention_takes_the_arguments_that_are_passed() -> None:
+    """The kernel runs on CUDA only; FakeTensorMode runs all of its Python code."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    attend = torch_compat.load_varlen_attention()
+    assert attend is not None
+    with FakeTensorMode():
+        q, k = (torch.empty(12, heads, 16, dtype=torch.bfloat16, device="cuda") for heads in (4, 2))
+        cu_seqlens = torch.empty(3, dtype=torch.int32, device="cuda")
+        assert attend(q, k, k, cu_seqlens, 8).shape == (12, 4, 16)
+        assert attend(q, q, q, cu_seqlens, 8).shape == (12, 4, 16)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_with_log_sum_exps_and_its_backward(causal: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 3, 8, 16, generator=generator) for _ in range(4))
+    out, lse = torch_compat.attention_with_lse(q, k, v, causal)
+    scores = q @ k.transpose(-1, -2) / 4
+    if causal:
+        scores = scores.masked_fill(torch.ones(8, 8, dtype=torch.bool).triu(1), -math.inf)
+    torch.testing.assert_close(lse.reshape(2, 3, 8), scores.logsumexp(-1))
+    torch.testing.assert_close(out, scores.softmax(-1) @ v)
+    for x in (q, k, v):
+        x.requires_grad_()
+    nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).backward(grad)
+    lse = lse.reshape(2, 3, 8, 1)
+    ours = torch_compat.attention_backward(grad, (q.detach(), k.detach(), v.detach()), out, lse, causal)
+    for x, gradient in zip((q, k, v), ours):
+        torch.testing.assert_close(gradient, x.grad)
+
+
+@pytest.mark.gpu
+def test_the_sdp_choice_of_a_gpu() -> None:
+    q = torch.randn(1, 8, 128, 64, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(1, 2, 128, 64, device="cuda", dtype=torch.bfloat16)
+    assert SDPBackend(torch_compat.sdp_choice(q, k, k, None)) != SDPBackend.ERROR
+
+
+def test_flash_attention_4_takes_the_place_of_the_flash_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention: Any = torch.nn.attention
+    assert "FA4" in attention.list_flash_attention_impls()
+
+    def fails() -> None:
+        raise ImportError
+
+    with monkeypatch.context() as patch:
+        patch.setitem(attention._registry._FLASH_ATTENTION_IMPLS, "FA4", fails)
+        with pytest.raises(ImportError):
+            torch_compat.use_flash_attention_4(True)
+    assert attention.current_flash_attention_impl() is None
+
+    class Handle:
+        def remove(self) -> None:
+            calls.append("removed")
+
+    def register() -> Handle:
+        calls.append("registered")
+        return Handle()
+
+    calls = list[str]()
+    monkeypatch.setitem(attention._registry._FLASH_ATTENTION_IMPLS, "FA4", register)
+    for on in (False, True, True, False, False):
+        torch_compat.use_flash_attention_4(on)
+        assert (attention.current_flash_attention_impl() == "FA4") == on
+    assert calls == ["registered", "removed"]
+
+
+def test_torch_asks_flash_attention_4_for_deterministic_gradients() -> None:
+    """If not, runs with training.deterministic refuse the package."""
+    assert torch_compat.flash_attention_4_can_be_deterministic()
+
+
+# ---- compiled and sharded blocks
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_copies_of_8_bit_weights_are_made_in_the_backward(device: str) -> None:
+    from torchao.float8 import convert_to_float8_training
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import GemmInputRole
+
+    layer = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64, bias=False)))[0]
+    weight = hp_tensor_to_float8_dynamic(
+        layer.weight.detach().to(device, torch.bfloat16),
+        torch.float8_e4m3fn,
+        layer.linear_mm_config,
+        gemm_input_role=GemmInputRole.WEIGHT,
+    ).requires_grad_()
+    x = torch.randn(32, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+
+    def forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        args = x, weight.t(), layer.linear_mm_config, layer.config
+        return nn.functional.silu(matmul_with_hp_or_float8_args.apply(*args))
+
+    def run(options: dict[str, Any] | None) -> tuple[set[int], list[torch.Tensor]]:
+        """The storages of 8-bit weights that the forward keeps, and the gradients."""
+        torch._dynamo.reset()
+        y = torch.compile(forward, fullgraph=True, options=options)(x, weight)
+        saved: Any = y.grad_fn.saved_tensors
+        kept = {
+            t.untyped_storage().data_ptr()
+            for t in saved
+            if t.shape == (64, 64) and t.dtype == torch.float8_e4m3fn
+        }
+        return kept, list(torch.autograd.grad(y.sum(), [x, weight]))
+
+    copies, expected = run(None)
+    kept, actual = run(torch_compat.recompute_float8_copies())
+    own = {weight._data.untyped_storage().data_ptr()}
+    assert len(copies) == 1
+    assert not copies & own
+    assert kept == own
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected))
+
+
+class Compiled(Exception):
+    """The compiler has generated code: its argument."""
+
+
+def test_products_beside_collectives_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+
+    def keep(code: str) -> None:
+        raise Compiled(code)  # the operators have no CPU kernel
+
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(keep))
+    monkeypatch.setattr(config, "force_disable_caches", True)
+
+    def code(fn: Any, options: dict[str, Any] | None) -> str:
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="def call") as raised:
+            torch.compile(fn, fullgraph=True, options=options)(torch.ones(512, 512), torch.ones(512, 512))
+        return str(raised.value)
+
+    with torch_compat.fake_process_group(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        name = mesh.get_group().group_name
+        split = torch_compat.enable_async_tensor_parallel(mesh)
+        for operator, fn in (
+            ("fused_all_gather_matmul", lambda x, w: funcol.all_gather_tensor(x, 0, name) @ w),
+            ("fused_matmul_reduce_scatter", lambda x, w: funcol.reduce_scatter_tensor(x @ w, "sum", 0, name)),
+        ):
+            assert operator in code(fn, split)
+            assert operator not in code(fn, None)
+
+
+def test_float8_layers_of_torchao() -> None:
+    float8 = pytest.importorskip("torchao.float8")
+    net = nn.Sequential(nn.Linear(16, 16, bias=False))
+    assert not torch_compat.is_float8_linear(net[0])
+    float8.convert_to_float8_training(net, config=float8.Float8LinearConfig(emulate=True))
+    assert torch_compat.is_float8_linear(net[0])
+    values = torch.randn(16, 16)
+    cast = torch_compat.float8_input_cast(net[0])(values)
+    torch.testing.assert_close(cast.to_original_precision(), values, rtol=0.07, atol=0.01)
+    style = torch_compat.float8_rowwise_parallel()
+    assert issubclass(style, torch.distributed.tensor.parallel.RowwiseParallel)

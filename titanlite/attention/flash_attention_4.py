@@ -14,9 +14,9 @@ from titanlite.attention.base import Attention, AttentionBackend, AttentionNeeds
 from titanlite.attention.context_parallel import SequenceSharding
 from titanlite.attention.head_tail import HeadTail, HeadTailAttention, head_tail_attention
 from titanlite.attention.sdpa import example_inputs
-from titanlite.attention.torch_compat import flash_attention_4_can_be_deterministic, use_flash_attention_4
 from titanlite.attention.varlen import Varlen
 from titanlite.config.component import ConfigError
+from titanlite.torch_compat import flash_attention_4_can_be_deterministic, use_flash_attention_4
 
 CAPABILITIES = (9, 10)  # for which torch accepts the package
 

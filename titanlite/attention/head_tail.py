@@ -20,8 +20,8 @@ from torch.utils.flop_counter import register_flop_formula
 from titanlite.attention.base import Attention, AttentionNeeds, padded_values
 from titanlite.attention.context_parallel import SequenceSharding
 from titanlite.attention.sdpa import SDPA, example_inputs
-from titanlite.attention.torch_compat import attention_backward, attention_with_lse
 from titanlite.config.component import ConfigError
+from titanlite.torch_compat import attention_backward, attention_with_lse
 
 
 class HeadTailAttention(Attention):

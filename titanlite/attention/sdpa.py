@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend
 
 from titanlite.attention.base import Attention, AttentionBackend, AttentionNeeds, document_numbers
 from titanlite.attention.context_parallel import SequenceSharding
-from titanlite.attention.torch_compat import sdp_choice
 from titanlite.config.component import ConfigError
+from titanlite.torch_compat import sdp_choice
 
 KERNELS = {
     SDPBackend.FLASH_ATTENTION: "flash",

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from titanlite.attention.base import Attention, AttentionNeeds, padded_values
 from titanlite.attention.sdpa import SDPA, SDPAttention
-from titanlite.attention.torch_compat import load_varlen_attention
-from titanlite.torch_compat import mark_dynamic
+from titanlite.torch_compat import load_varlen_attention, mark_dynamic
 
 
 class Causal(SDPAttention):

@@ -1,7 +1,7 @@
 """Checkpoints of one run: when to save, which checkpoint to resume from, which ones to keep.
 
 Rank 0 decides and all ranks follow. state.py has the contents of a checkpoint, saver.py its writing,
-commit.py the commit protocol, resume.py and run_folder.py the choice of the checkpoint to resume from."""
+commit.py the commit protocol, start.py and resume.py the choice of the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -9,23 +9,19 @@ import functools
 import json
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from titanlite.checkpoint import commit, resume
+from titanlite.checkpoint import commit, last_commit, resume
 from titanlite.checkpoint.commit import CheckpointError
-from titanlite.checkpoint.commit_record import CommitRecord
+from titanlite.checkpoint.last_commit import LastCommit
 from titanlite.checkpoint.lock import FolderLock
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.reader import MisfitError, load_tensors
-from titanlite.checkpoint.resume import Candidate, Fault, healthy_steps, newest_healthy
-from titanlite.checkpoint.run_folder import RunFolder
+from titanlite.checkpoint.resume import Candidate, Fault
 from titanlite.checkpoint.run_identity import OPTIMIZER, check_optimizer
 from titanlite.checkpoint.saver import Saver, Snapshot
 from titanlite.checkpoint.section import Checkpoint
+from titanlite.checkpoint.start import New, Restart, Resume, Start, check_run_identity, decide
 from titanlite.checkpoint.state import (
     AVERAGE,
     TRAIN,
@@ -34,13 +30,11 @@ from titanlite.checkpoint.state import (
     listed,
     non_finite,
     start_average,
-    tensors_of,
 )
 from titanlite.config.component import ConfigError
 from titanlite.errors import Diverged
 from titanlite.log import logger
 from titanlite.optim.base import make_state
-from titanlite.optim.ema import WeightAverage
 
 
 def steps_for_rewind(healthy: Sequence[int], last_step: int) -> set[int]:
@@ -51,74 +45,78 @@ def steps_for_rewind(healthy: Sequence[int], last_step: int) -> set[int]:
 
 
 class Checkpointer:
-    """Checkpoints of one run. The constructor locks the run folder and chooses the checkpoint to resume from;
-    it raises ConfigError if the folder holds a run with another identity. The constructor and all methods
-    that save or load are collective.
+    """Checkpoints of one run, which starts as `start` says. The constructor locks the run folder for writing;
+    it raises ConfigError if the folder cannot be used. The constructor and all methods that save or load are
+    collective.
 
     `identity`: the run identity, nested plain values that a resumed run must share. `job_toml`: stored in
-    every checkpoint.
-    `rewind_distance`: one healthy checkpoint that is at least so many steps older than the newest checkpoint
-    is kept, because the run may go back to it after a spike; None for a run that never does."""
+    every checkpoint. `lock`: of the run folder; used on rank 0. `rewind_distance`: one healthy checkpoint
+    that is at least so many steps older than the newest checkpoint is kept, because the run may go back to it
+    after a spike; None for a run that never does."""
 
     def __init__(
         self,
         config: Checkpoint,
-        dump_folder: Path,
         identity: dict[str, Any],
         job_toml: str,
+        start: Start,
+        ranks: Ranks,
+        lock: FolderLock,
         rewind_distance: int | None = None,
     ):
-        self.config, self.folder = config, dump_folder / config.folder
+        self.config, self.folder = config, lock.folder / config.folder
         self.identity, self.job_toml, self._rewind_distance = identity, job_toml, rewind_distance
-        self._run_folder = dump_folder
-        self._record = CommitRecord(dump_folder, config)
-        self._run_folder_checks = RunFolder(config, dump_folder, identity)
-        self.ranks = Ranks(self.folder)
-        self._lock: FolderLock | None = None
+        self._run_folder, self._start, self.ranks, self._lock = lock.folder, start, ranks, lock
+        self.candidate = start.candidate if isinstance(start, Resume) else None
+        """The checkpoint that the run resumed from; None for a new run. A rewind sets it."""
         self._newly_committed = deque[int]()
         self._saved_step = 0  # the newest step that was loaded or passed to save()
-        self._faults: list[Fault] = []  # on rank 0: damaged checkpoints that are not renamed yet
-        self.saver = Saver(config, self.ranks, self._keep_lock, self._after_commit)
+        self._health: dict[int, bool] = {}  # whether the checkpoint of a step is healthy, as far as known
+        # on rank 0: damaged checkpoints that are not renamed yet
+        self._faults = list(start.faults) if isinstance(start, Resume) else list[Fault]()
+        self.saver = Saver(config, ranks, lock.renew, self._after_commit)
         try:
-            self.ranks.from_rank_zero(self._take_lock)
-            self._candidate = self._open()
+            self._open()
         except BaseException:
             self._release()
             raise
 
-    @property
-    def resumed_train(self) -> dict[str, Any] | None:
-        """The train.json that the run resumes from; None for a new run."""
-        return self._candidate.train if self._candidate else None
+    def _open(self) -> None:
+        """Lock and prepare the folder. Collective."""
+        self.ranks.from_rank_zero(self._take_lock)
+        if self.candidate is not None:
+            resume.check_shared(self.candidate, self.ranks)
+            self._health[self.candidate.step] = self.candidate.train["healthy"]
+        if self.config.enable:
+            # Clean first, because files left by a killed process may fill the disk.
+            self.ranks.from_rank_zero(lambda: commit.clean(self.folder))
+            resume.check_storage(self.folder, self.ranks)
+        self.ranks.from_rank_zero(self._lock.write_owner)
+        if isinstance(self._start, New):
+            self.ranks.from_rank_zero(lambda: self._record_start(None))
 
-    @property
-    def resumed_path(self) -> Path | None:
-        """The checkpoint that the run resumes from; None for a new run."""
-        return self._candidate.path if self._candidate else None
+    def _take_lock(self) -> None:
+        """Lock the folder, unless it existed and is locked since before the start was decided."""
+        if self._lock.take() and commit.list_committed(self.folder):
+            raise ConfigError(f"{self._run_folder}: another start of this run came first; start it again")
 
-    def load(
-        self,
-        net: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        state: TrainState,
-        average: WeightAverage | None = None,
-    ) -> None:
-        """Restore `net`, `optimizer`, `state` and `average` in place from the chosen checkpoint. If that
-        turns out to be damaged, use the usable checkpoint before it. If the checkpoint has no average, the
-        average is set to the weights.
+    def load(self, state: TrainState) -> None:
+        """Restore `state` in place from the chosen checkpoint. If that turns out to be damaged, use the
+        usable checkpoint before it. If the checkpoint has no average, the average is set to the weights.
 
         A new run loads nothing; with checkpoint.restart, the earlier run in the folder is archived here."""
-        candidate = self._candidate
-        if candidate is None:
+        if isinstance(self._start, Restart):
             self.ranks.from_rank_zero(self._restart)
+        candidate = self.candidate
+        if candidate is None:
             return
         if self.config.initial_load_path and not state.base:
             logger.info(f"initial_load_path is not used: the run resumes from {candidate.path}")
-        make_state(optimizer)
-        tensors = tensors_of(net, optimizer, average)
+        make_state(state.optimizer)
+        tensors = state.tensors()
         while reason := self._load(candidate, tensors):
             candidate = self.ranks.from_rank_zero(functools.partial(self._fall_back, candidate, reason))
-        self._candidate = candidate
+        self.candidate = candidate
         self.ranks.from_rank_zero(lambda: self._record_start(candidate.step))
         if candidate.step == self.config.load_step:
             self.ranks.from_rank_zero(lambda: self._archive(after=candidate.step))
@@ -126,17 +124,9 @@ class Checkpointer:
         self._saved_step = candidate.step
         logger.info(f"resumed from {candidate.path}")
 
-    def rewind(
-        self,
-        last_step: int,
-        net: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        state: TrainState,
-        average: WeightAverage | None = None,
-    ) -> bool:
-        """Restore `net`, `optimizer`, `state` and `average` in place from the newest healthy checkpoint of
-        step `last_step` or earlier, and archive all later checkpoints. Returns whether there is
-        such a checkpoint; if not, nothing changes.
+    def rewind(self, last_step: int, state: TrainState) -> bool:
+        """Restore `state` in place from the newest healthy checkpoint of step `last_step` or earlier, and
+        archive all later checkpoints. Returns whether there is such a checkpoint; if not, nothing changes.
 
         No file records which sequences are skipped before the next save: a run that is killed before it
         resumes from this checkpoint, or from a later one that was not archived yet, meets the same steps
@@ -145,7 +135,7 @@ class Checkpointer:
         candidate = self.ranks.from_rank_zero(lambda: self._newest_healthy(last_step))
         if candidate is None:
             return False
-        tensors = tensors_of(net, optimizer, average)
+        tensors = state.tensors()
         while reason := self._load(candidate, tensors):
             candidate = self.ranks.from_rank_zero(
                 functools.partial(self._healthy_before, candidate, reason, last_step)
@@ -153,14 +143,14 @@ class Checkpointer:
         step = candidate.step
         self.ranks.from_rank_zero(lambda: self._record_start(step))
         self.ranks.from_rank_zero(lambda: self._archive(after=step))
-        self._candidate, self._saved_step = candidate, step
+        self.candidate, self._saved_step = candidate, step
         state.restore(candidate.train)
         return True
 
     def _newest_healthy(self, last_step: int) -> Candidate | None:
         """The newest healthy checkpoint of step `last_step` or earlier that is not damaged. Called on rank
         0."""
-        for step in reversed(healthy_steps(self.folder)):
+        for step in reversed(self._healthy_steps()):
             if step <= last_step and (candidate := resume.newest(self.folder, step, self._faults)):
                 return candidate
         return None
@@ -186,36 +176,25 @@ class Checkpointer:
         interval = self.config.interval
         return step // interval > self._saved_step // interval and not in_streak()
 
-    def warm_up(
-        self, net: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None = None
-    ) -> None:
+    def warm_up(self, state: TrainState) -> None:
         """Prepare the first save: check the free space of the disk and allocate host memory. Call this when
         the optimizer has its state."""
         if self.config.enable:
-            self.saver.warm_up(tensors_of(net, optimizer, average))
+            self.saver.warm_up(state.tensors())
 
-    def save(
-        self,
-        net: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        state: TrainState,
-        extra_state: dict[str, Any],
-        average: WeightAverage | None = None,
-    ) -> None:
+    def save(self, state: TrainState) -> None:
         """Save now, after the save in flight has ended. If the state is not finite, nothing is saved, and
-        Diverged is raised here, in check_save() or in close().
-
-        `extra_state`: plain values for train.json. Its entry `healthy` says whether a run that diverges later
-        can go back to this checkpoint."""
+        Diverged is raised here, in check_save() or in close()."""
         self._saved_step = state.step
-        tensors = tensors_of(net, optimizer, average)
+        tensors = state.tensors()
         branch = self.config.load_step if self.config.load_step != -1 else None
-        train = state.as_json() | extra_state | {"finite": True, "branch": branch, "identity": self.identity}
+        train = state.as_json() | {"finite": True, "branch": branch, "identity": self.identity}
+        self._health[state.step] = train["healthy"]
         snapshot = Snapshot(
             state.step,
             tensors,
             {TRAIN: json.dumps(train, indent=1) + "\n", "job.toml": self.job_toml},
-            {"resumed_from": self._candidate.step if self._candidate else None},
+            {"resumed_from": self.candidate.step if self.candidate else None},
         )
         not_finite = non_finite(tensors)
         self.saver.save(snapshot, lambda: self._refusal(snapshot.step, not_finite))
@@ -243,7 +222,8 @@ class Checkpointer:
 
     def _go_back(self, bad_step: int | None, change: str) -> str:
         try:
-            healthy = newest_healthy(self.folder, bad_step - 1 if bad_step is not None else None)
+            steps = [s for s in self._healthy_steps() if bad_step is None or s < bad_step - 1]
+            healthy = max(steps, default=None)
             self._record_start(healthy)
             self._archive(after=healthy or 0)
         except (OSError, ConfigError) as e:  # must not hide that training has diverged
@@ -301,7 +281,10 @@ class Checkpointer:
 
     def _after_commit(self, step: int) -> None:
         """Handle a new checkpoint. Runs on rank 0, on the saving thread."""
-        self._record.record_commit(step)
+        try:
+            self._write_record(step)
+        except OSError as e:  # the checkpoint exists, and the next commit or start writes the file
+            logger.warning(f"{last_commit.NAME} could not be written: {e}")
         self._newly_committed.append(step)
         self._retain()
 
@@ -309,10 +292,10 @@ class Checkpointer:
         if not self.config.keep_latest_k:  # keeps all
             return
         try:
-            healthy = healthy_steps(self.folder)
+            healthy = self._healthy_steps()
             keep = set(healthy[-2:])  # the next step may show that the weights of the newest have diverged
-            if self._candidate is not None:
-                keep.add(self._candidate.step)
+            if self.candidate is not None:
+                keep.add(self.candidate.step)
             if self._rewind_distance is not None:
                 newest_step = commit.list_committed(self.folder)[-1][0]
                 keep |= steps_for_rewind(healthy, newest_step - self._rewind_distance)
@@ -320,37 +303,25 @@ class Checkpointer:
         except OSError as e:  # not an error of the save: the new checkpoint exists
             logger.error(f"old checkpoints could not be deleted: {e}")
 
-    def _open(self) -> Candidate | None:
-        """Choose the checkpoint to resume from, and prepare the folder. Collective."""
-        candidate = self.ranks.from_rank_zero(lambda: self._run_folder_checks.choose_checkpoint(self._faults))
-        if candidate is not None:
-            resume.check_shared(candidate, self.ranks)
-        if self.config.enable:
-            # Clean first, because files left by a killed process may fill the disk.
-            self.ranks.from_rank_zero(lambda: commit.clean(self.folder))
-            resume.check_storage(self.folder, self.ranks)
-        self.ranks.from_rank_zero(self._write_owner)
-        if candidate is None:
-            self.ranks.from_rank_zero(lambda: self._record_start(None))
-        return candidate
-
     def _load(self, candidate: Candidate, tensors: Tensors) -> str | None:
         """Load the checkpoint and verify it at the same time. Returns the reason why it cannot be used, or
         None. Collective."""
         logger.info(f"loading and verifying {candidate.path}")
-        verification = resume.Verification(candidate, self.ranks)
+        verification = resume.Verification(candidate.path, candidate.manifest, self.ranks)
         error, sections = None, set[str]()
         try:
             other_optimizer = OPTIMIZER in self.config.allow_changed
-            sections = load_tensors(candidate.path, tensors, self.ranks, other_optimizer, optional=[AVERAGE])
+            sections = load_tensors(
+                candidate.path, tensors, self.ranks, other_optimizer, [AVERAGE], candidate.manifest
+            )
         except CheckpointError as e:  # the hashes tell whether it is damaged or does not fit this job
             error = e
-        reason = verification.result()
+        reason = verification.result() or (str(error) if isinstance(error, commit.Damaged) else None)
         if reason is not None:
             return reason
         if error is not None:
             if isinstance(error, MisfitError):
-                check_optimizer(candidate.path, self.job_toml, error.differences)
+                check_optimizer(candidate.path, candidate.job_toml, self.job_toml, error.differences)
             raise error
         if AVERAGE in tensors and AVERAGE not in sections:
             start_average(tensors)
@@ -366,36 +337,39 @@ class Checkpointer:
         """The usable checkpoint before a damaged one. Called on rank 0. Raises CheckpointError if none is
         left."""
         self._faults.append((damaged.path, reason))
-        candidate = self._run_folder_checks.choose_checkpoint(self._faults)
-        assert candidate is not None, "choose_checkpoint() raises if none is left"
-        return candidate
+        start = decide(self.config, self._run_folder, self._faults)
+        assert isinstance(start, Resume), "decide() raises if no checkpoint is left"
+        check_run_identity(start, self.identity, self.config.allow_changed, self._run_folder)
+        self._faults = list(start.faults)
+        return start.candidate
 
-    def _take_lock(self) -> None:
-        self._lock = FolderLock(self._run_folder)
-
-    def _keep_lock(self) -> None:
-        if self._lock is not None:
-            self._lock.renew()
-
-    def _write_owner(self) -> None:
-        assert self._lock is not None
-        self._lock.write_owner()
+    def _healthy_steps(self) -> list[int]:
+        """The steps of the healthy checkpoints, in ascending order. Called on rank 0."""
+        saved = commit.list_committed(self.folder)
+        self._health |= {step: resume.is_healthy(path) for step, path in saved if step not in self._health}
+        return [step for step, _ in saved if self._health[step]]
 
     def _record_start(self, step: int | None) -> None:
         """Rename damaged checkpoints and record the start. Called on rank 0 when a checkpoint was loaded and
         verified, or the run is new; until then a folder without a usable checkpoint stays as it is."""
         resume.quarantine_all(self._faults)
         self._faults.clear()
-        if not self._record.restart_is_due():  # otherwise _restart() records the start
-            self._record.record_start(step)
+        try:
+            self._write_record(step)
+        except OSError as e:
+            file = self._run_folder / last_commit.NAME
+            raise ConfigError(f"{file} cannot be written: {e}", "job.dump_folder") from None
+
+    def _write_record(self, step: int | None) -> None:
+        config = self.config
+        record = LastCommit(step, config.folder, config.restart, config.load_step)
+        last_commit.write(self._run_folder, record)
 
     def _restart(self) -> None:
-        """Archive the earlier run, if checkpoint.restart is to be carried out."""
-        if self._record.restart_is_due():
-            self._archive(after=0)
-            self._record.quarantine_if_damaged()
-            self._record.record_start(None)
-            logger.info("checkpoint.restart = true: a new run begins at step 1")
+        """Archive the earlier run."""
+        self._archive(after=0)
+        self._record_start(None)
+        logger.info("checkpoint.restart = true: a new run begins at step 1")
 
     def _archive(self, after: int) -> None:
         """Archive the checkpoints after the step `after`."""
@@ -404,5 +378,4 @@ class Checkpointer:
 
     def _release(self) -> None:
         self.saver.close()
-        if self._lock is not None:
-            self._lock.close()
+        self._lock.close()

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import stat
 import uuid
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.digest import FileDigest, gib, write_file
-from titanlite.config.json_file import expect, load_object
 from titanlite.files import sync
 
 
@@ -30,6 +28,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be used or written, and the run must not continue without it."""
 
     exit_code = 3
+
+
+class Damaged(CheckpointError):
+    """A checkpoint is not as it was written. The message is the reason, without the checkpoint's path."""
 
 
 MANIFEST = "manifest.json"
@@ -122,24 +124,21 @@ def complete(
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint at `path`. Raises ValueError if it is damaged, CheckpointError if
-    another version of titanlite wrote it."""
-    manifest = load_object(path / MANIFEST)
-    if "format" not in manifest:
-        raise ValueError("it has no format number")
-    # This comes before the check of the format, which a bit flip may have changed.
-    if manifest.pop("sha256", None) != _own_sha256(manifest):
-        raise ValueError("its own SHA-256 differs")
+    """The manifest of the checkpoint at `path`. Raises Damaged, or CheckpointError if another version of
+    titanlite wrote it."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        if manifest.get("sha256") != _own_sha256(manifest):
+            raise Damaged("its manifest cannot be trusted: its own SHA-256 differs")
+    except FileNotFoundError:
+        raise Damaged(f"{MANIFEST} is missing") from None
+    except (ValueError, AttributeError) as e:
+        raise Damaged(f"its manifest cannot be trusted: {e!r}") from None
     if manifest["format"] != FORMAT:
         raise CheckpointError(
             f"{path} has checkpoint format {manifest['format']}, this version reads {FORMAT}; "
             "read it with the version that wrote it"
         )
-    expect(manifest, step=int, saved_at=str, ranks=int, files=dict)
-    for name, entry in manifest["files"].items():
-        if name != Path(name).name or name in ("", ".", ".."):
-            raise ValueError(f"{name!r} is not the name of a file in the checkpoint")
-        expect(entry, size=int, sha256=str)
     return manifest
 
 
@@ -148,34 +147,52 @@ def digests(manifest: dict[str, Any]) -> dict[str, FileDigest]:
     return {name: FileDigest(entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
 
 
-def fault(path: Path, step: int | None = None) -> str | None:
-    """The reason why the committed checkpoint at `path` cannot be trusted, or None.
+def total_size(manifest: dict[str, Any]) -> int:
+    """Bytes of all files that a manifest names."""
+    return sum(entry["size"] for entry in manifest["files"].values())
 
-    Checks the manifest, its step against `step`, and the presence and size of each file;
-    digest.first_fault checks contents. Raises CheckpointError for another checkpoint format, OSError for a
-    disk that does not answer."""
+
+def check(path: Path, step: int | None = None) -> dict[str, Any]:
+    """The manifest of the committed checkpoint at `path`, whose step and files are compared with it: the
+    presence and the size of each file; digest.first_fault and read_file check contents. Raises Damaged,
+    CheckpointError for another checkpoint format, OSError for a disk that does not answer."""
+    manifest = read_manifest(path)
+    if step not in (None, manifest["step"]):
+        raise Damaged(f"its manifest belongs to step {manifest['step']}")
+    for name, expected in digests(manifest).items():
+        try:
+            size = (path / name).stat().st_size
+        except FileNotFoundError:
+            raise Damaged(f"{name} is missing") from None
+        if size != expected.size:
+            raise Damaged(f"{name} has {size:,} bytes, {expected.size:,} were written")
+    if extra := {p.name for p in path.glob(f"*{SHARD_SUFFIX}")} - manifest["files"].keys():
+        raise Damaged(f"{min(extra)} was not written with it")
+    return manifest
+
+
+def fault(path: Path, step: int | None = None) -> str | None:
+    """The reason why check() finds the checkpoint at `path` damaged, or None."""
     try:
-        manifest = read_manifest(path)
-        if step not in (None, manifest["step"]):
-            return f"its manifest belongs to step {manifest['step']}"
-        files = digests(manifest)
-        for name, expected in files.items():
-            status = (path / name).stat()
-            if not stat.S_ISREG(status.st_mode):
-                return f"{name} is not a regular file"
-            if status.st_size != expected.size:
-                return f"{name} has {status.st_size:,} bytes, {expected.size:,} were written"
-        if extra := {p.name for p in path.glob(f"*{SHARD_SUFFIX}")} - files.keys():
-            return f"{min(extra)} was not written with it"
-    except FileNotFoundError as e:
-        return f"{Path(e.filename).name} is missing"
-    except OSError as e:
-        if e.errno not in (errno.ELOOP, errno.ENAMETOOLONG):
-            raise
-        return f"{Path(e.filename).name[:60]} is not a regular file: {e.strerror}"
-    except ValueError as e:
-        return f"its manifest cannot be trusted: {e}"
+        check(path, step)
+    except Damaged as e:
+        return str(e)
     return None
+
+
+def read_file(path: Path, name: str, manifest: dict[str, Any]) -> bytes:
+    """The content of a small file of the checkpoint at `path`. Raises Damaged unless its hash is right."""
+    try:
+        data = (path / name).read_bytes()
+    except FileNotFoundError:
+        raise Damaged(f"{name} is missing") from None
+    except OSError as e:
+        if e.errno != errno.EIO:  # only a bad sector is damage
+            raise
+        raise Damaged(f"{name} cannot be read: {e.strerror}") from None
+    if name not in manifest["files"] or hashlib.sha256(data).hexdigest() != manifest["files"][name]["sha256"]:
+        raise Damaged(f"{name} is not what was written: its SHA-256 differs")
+    return data
 
 
 def quarantine(path: Path) -> Path:
@@ -264,7 +281,8 @@ def clean(folder: Path, names: str = "*") -> None:
 
 
 def _own_sha256(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    values = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def manifest_text(manifest: dict[str, Any]) -> str:

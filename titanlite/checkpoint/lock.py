@@ -22,20 +22,35 @@ WAIT_S = 120.0  # a restart may begin before the last process of the earlier sta
 
 
 class FolderLock:
-    """The lock on `folder`, which is made if it is missing. The constructor raises ConfigError if another
-    process holds the lock for longer than `wait_s` (None: WAIT_S), or if `folder` cannot be written to."""
+    """The lock on the run folder `folder`. Used on rank 0. Leaving its context releases the lock."""
 
-    def __init__(self, folder: Path, wait_s: float | None = None):
-        self._path = folder / "LOCK"
+    def __init__(self, folder: Path):
+        self.folder, self._path = folder, folder / "LOCK"
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def take(self, wait_s: float | None = None) -> bool:
+        """Lock the folder, which is made if it is missing. Returns whether it was not locked before. Raises
+        ConfigError if another process holds the lock for longer than `wait_s` (None: WAIT_S), or if the
+        folder cannot be written to."""
+        if self._file is not None:
+            return False
         try:
-            make_folder(folder)
-            self._file: IO[str] = open(self._path, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115
+            make_folder(self.folder)
+            self._file = open(self._path, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115
         except OSError as e:
-            raise ConfigError(f"{folder} cannot be written to: {e}", "job.dump_folder") from None
+            raise ConfigError(f"{self.folder} cannot be written to: {e}", "job.dump_folder") from None
         wait_s = WAIT_S if wait_s is None else wait_s
         deadline, has_warned = time.monotonic() + wait_s, False
-        while not self._try():
-            in_use = f"{folder} is in use by {self._holder()}"
+        while not self._try(self._file):
+            self._file.seek(0)
+            holder = self._file.read().strip() or "another process"
+            in_use = f"{self.folder} is in use by {holder}"
             if time.monotonic() >= deadline:
                 self.close()
                 raise ConfigError(f"{in_use}; stop it, or choose another --job.dump_folder")
@@ -43,9 +58,11 @@ class FolderLock:
                 logger.warning(f"{in_use}; waiting up to {wait_s:.0f} s for it to end")
                 has_warned = True
             time.sleep(0.2)
+        return True
 
     def write_owner(self) -> None:
         """Write into the file which process holds the lock. Raises ConfigError if the disk is full."""
+        assert self._file is not None
         try:
             self._file.truncate(0)
             self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -56,20 +73,22 @@ class FolderLock:
     def renew(self) -> None:
         """Lock the folder again if it was removed while this process had the lock. Raises ConfigError if
         another process has locked the folder since."""
-        if not os.fstat(self._file.fileno()).st_nlink:
+        if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
             self.close()
-            FolderLock.__init__(self, self._path.parent, wait_s=0)
+            self.take(wait_s=0)
             self.write_owner()
 
     def close(self) -> None:
         """Release the lock."""
-        with suppress(OSError):  # a full disk; the file is closed all the same
-            self._file.close()
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # a full disk; the file is closed all the same
+                file.close()
 
-    def _try(self) -> bool:
+    def _try(self, file: IO[str]) -> bool:
         """Whether this process has the lock now, or the file system has no locks."""
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             if e.errno in (errno.EACCES, errno.EAGAIN):
                 return False
@@ -77,7 +96,3 @@ class FolderLock:
                 f"{self._path} cannot be locked ({e}): make sure that no second run uses this folder"
             )
         return True
-
-    def _holder(self) -> str:
-        self._file.seek(0)
-        return self._file.read().strip() or "another process"

@@ -1,6 +1,6 @@
 """Ranks: work of rank 0 whose result or error all ranks get, over a gloo group that training does not use.
 
-What ranks tell rank 0 goes up a binomial tree, one message per rank and at most log2(ranks) messages to any
+Values for rank 0 go up a binomial tree, one message per rank and at most log2(ranks) messages to any
 rank, so that neither time nor connections of a rank grow with the number of ranks. A collective that gives
 every value to every rank would: at 16,384 ranks, 1 kB per rank is 16 MB on each of them."""
 
@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import operator
 import pickle
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from titanlite.checkpoint.commit import CheckpointError
-from titanlite.config.component import ConfigError
 from titanlite.files import is_file_error
 
 TIMEOUT = timedelta(hours=1)  # long, because a slow disk is not a hang
@@ -27,12 +26,12 @@ class Ranks:
     """This rank among the ranks that share the checkpoints in `folder`. Its construction and its methods are
     collective. With `alone`, this process uses the folder without the other ranks of its job."""
 
-    def __init__(self, folder: Path, alone: bool = False):
+    def __init__(self, folder: Path, alone: bool = False, timeout: timedelta = TIMEOUT):
         self.folder = folder
         self.distributed = dist.is_initialized() and not alone
         self.rank = dist.get_rank() if self.distributed else 0
         self.size = dist.get_world_size() if self.distributed else 1
-        self.group = dist.new_group(backend="gloo", timeout=TIMEOUT) if self.distributed else None
+        self.group = dist.new_group(backend="gloo", timeout=timeout) if self.distributed else None
 
     def from_rank_zero(self, act: Callable[[], T]) -> T:
         """Call `act()` on rank 0, and return its result, or raise its error, on all ranks."""
@@ -40,6 +39,22 @@ class Ranks:
         if isinstance(result, Exception):
             raise result
         return result
+
+    @contextmanager
+    def rank_zero_first(self) -> Iterator[None]:
+        """Run the body on rank 0 before the other ranks, which then find the files that rank 0 has written,
+        or raise its error."""
+        if self.rank > 0 and (error := self._broadcast(None)) is not None:
+            raise error
+        try:
+            yield
+        except BaseException as e:
+            if self.rank == 0:
+                with suppress(RuntimeError):  # the other ranks may have been stopped as well
+                    self._broadcast(self._as_told(e) if isinstance(e, Exception) else None)
+            raise
+        if self.rank == 0:
+            self._broadcast(None)
 
     def scatter(self, act: Callable[[], list[T]]) -> T:
         """Call `act()` on rank 0, which returns one value per rank, and return this rank's value, or raise
@@ -93,9 +108,13 @@ class Ranks:
         try:
             return act()
         except Exception as e:  # every error must reach the other ranks, which wait for the result
-            if isinstance(e, (CheckpointError, ConfigError)) or is_file_error(e):
-                return e
-            return RuntimeError(f"rank 0, {self.folder}: {type(e).__name__}: {e}")
+            return self._as_told(e)
+
+    def _as_told(self, error: Exception) -> Exception:
+        """An error of rank 0 in the form in which the other ranks raise it."""
+        if hasattr(error, "exit_code") or is_file_error(error):
+            return error
+        return RuntimeError(f"rank 0, {self.folder}: {type(error).__name__}: {error}")
 
     def _broadcast(self, value: Any) -> Any:
         """The value of rank 0, on every rank."""

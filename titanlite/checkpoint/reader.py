@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.futures import Future
 
-from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.commit import CheckpointError, read_file
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.state import Tensors, flattened, listed
 from titanlite.files import FileFault, check_regular, read_regular
@@ -59,12 +59,13 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_metadata(path: Path) -> Metadata:
-    """Read DCP's `.metadata` of the checkpoint at `path`, without executing code from the file. Raises
-    CheckpointError for a file that DCP has not written, or that names files outside the checkpoint."""
+def read_metadata(path: Path, manifest: dict[str, Any] | None = None) -> Metadata:
+    """Read DCP's `.metadata` of the checkpoint at `path`, without executing code from the file. `manifest`:
+    of the checkpoint, whose hash is checked. Raises Damaged if it differs, CheckpointError for a file that
+    DCP has not written, or that names files outside the checkpoint."""
     file = path / ".metadata"
     try:
-        data = read_regular(file)
+        data = read_regular(file) if manifest is None else read_file(path, file.name, manifest)
     except (FileFault, FileNotFoundError) as e:
         raise CheckpointError(f"{file} cannot be read: {e}") from None
     try:
@@ -109,7 +110,7 @@ class SafeReader(FileSystemReader):
 
 
 class MisfitError(CheckpointError):
-    """The tensors of a checkpoint are not those of this job. `differences`: see misfits()."""
+    """A checkpoint has other tensors than this job. `differences`: see misfits()."""
 
     def __init__(self, path: Path, differences: list[str]):
         super().__init__(f"{path} does not fit this job: {listed(differences, separator='; ')}")
@@ -122,18 +123,20 @@ def load_tensors(
     ranks: Ranks | None = None,
     other_optimizer: bool = False,
     optional: Collection[str] = (),
+    manifest: dict[str, Any] | None = None,
 ) -> set[str]:
     """Load `{"model": {name: tensor}, ...}` in place from the checkpoint at `path`. Returns the names of the
     checkpoint's sections. Collective over `ranks`; None loads whole tensors in this process.
 
     `other_optimizer`: optimizer state that the checkpoint does not have in this form is set to zero.
-    `optional`: sections that are left as they are if the checkpoint does not have them. Raises MisfitError if
+    `optional`: sections that are left as they are if the checkpoint does not have them. `manifest`: see
+    read_metadata. Raises MisfitError if
     a tensor is missing, unexpected, or has another shape or dtype, CheckpointError if the checkpoint cannot
     be read."""
     ranks = ranks or Ranks(path, alone=True)
     try:
-        saved = ranks.from_rank_zero(lambda: read_metadata(path))
-        sections = _sections(saved)
+        saved = ranks.from_rank_zero(lambda: read_metadata(path, manifest))
+        sections = {name.partition(".")[0] for name in saved.state_dict_metadata}
         tensors = {name: t for name, t in tensors.items() if name in sections or name not in optional}
         if other_optimizer:
             tensors, saved = _without_new_state(tensors, saved, ranks)
@@ -192,14 +195,6 @@ def _read(path: Path, tensors: Tensors, saved: Metadata, ranks: Ranks) -> None:
         raise CheckpointError(f"{path} cannot be loaded: {problem}")
 
 
-def _sections(saved: Metadata) -> set[str]:
-    """The names of the sections of a checkpoint; none if its metadata is damaged, which misfits() reports."""
-    try:
-        return {name.partition(".")[0] for name in saved.state_dict_metadata}
-    except (AttributeError, TypeError):
-        return set()
-
-
 def _without_new_state(tensors: Tensors, saved: Metadata, ranks: Ranks) -> tuple[Tensors, Metadata]:
     """Set the optimizer state that the checkpoint cannot give to zero. Returns the remaining tensors, and the
     checkpoint's metadata without the optimizer state that is not loaded. Collective.
@@ -252,20 +247,15 @@ def misfits(tensors: Tensors, saved: Metadata, ranks: Ranks) -> list[str]:
     unexpected tensors and casts dtypes silently."""
     ours = flattened(tensors)
     names = ranks.union(ours)
-    try:
-        theirs = {k: v for k, v in saved.state_dict_metadata.items() if k.partition(".")[0] in tensors}
-        differences = [f"{name} is missing" for name in ours if name not in theirs]
-        differences += [f"{name} is unexpected" for name in theirs.keys() - set(names)]
-        for name in ours.keys() & theirs.keys():
-            entry, tensor = theirs[name], ours[name]
-            if not isinstance(entry, TensorStorageMetadata):
-                differences.append(f"{name} is not a tensor")
-            elif tuple(entry.size) != tuple(tensor.shape):
-                differences.append(
-                    f"{name} has shape {tuple(entry.size)}, the model's is {tuple(tensor.shape)}"
-                )
-            elif entry.properties.dtype != tensor.dtype:
-                differences.append(f"{name} is {entry.properties.dtype}, the model's is {tensor.dtype}")
-    except (AttributeError, TypeError, KeyError) as e:  # a pickle of DCP's classes that DCP has not written
-        differences = [f".metadata is damaged: {type(e).__name__}: {e}"]
+    theirs = {k: v for k, v in saved.state_dict_metadata.items() if k.partition(".")[0] in tensors}
+    differences = [f"{name} is missing" for name in ours if name not in theirs]
+    differences += [f"{name} is unexpected" for name in theirs.keys() - set(names)]
+    for name in ours.keys() & theirs.keys():
+        entry, tensor = theirs[name], ours[name]
+        if not isinstance(entry, TensorStorageMetadata):
+            differences.append(f"{name} is not a tensor")
+        elif tuple(entry.size) != tuple(tensor.shape):
+            differences.append(f"{name} has shape {tuple(entry.size)}, the model's is {tuple(tensor.shape)}")
+        elif entry.properties.dtype != tensor.dtype:
+            differences.append(f"{name} is {entry.properties.dtype}, the model's is {tensor.dtype}")
     return ranks.union(differences)

@@ -5,14 +5,11 @@ run."""
 
 from __future__ import annotations
 
-import hashlib
-import os
+import json
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,24 +17,22 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import SHARD_SUFFIX, CheckpointError
 from titanlite.checkpoint.digest import FileDigest, first_fault, write_file
 from titanlite.checkpoint.ranks import Ranks
-from titanlite.checkpoint.state import AVERAGED_FROM, TRAIN, listed, read_train
+from titanlite.checkpoint.state import AVERAGED_FROM, TRAIN, read_train
 from titanlite.config.component import ConfigError
-from titanlite.config.paths import check_folder
-from titanlite.files import is_file_error, make_folder, read_regular
+from titanlite.files import is_file_error, make_folder
 from titanlite.log import logger
 
 
 class Candidate(NamedTuple):
-    """A committed checkpoint with a valid manifest. `train`: its train.json."""
+    """A committed checkpoint whose manifest, train.json and job.toml are as they were written."""
 
     step: int
     path: Path
+    manifest: dict[str, Any]
     train: dict[str, Any]
-    manifest_sha256: str
+    job_toml: str
 
 
-MAX_LISTED = 10  # runs named in one error message
-NO_RUN = re.compile(r"\.|(quarantined|archived|step)-")  # folders that are not searched for runs
 Fault = tuple[Path, str]  # a committed checkpoint, and the reason why it cannot be used
 
 
@@ -50,18 +45,18 @@ def newest(folder: Path, load_step: int, faults: list[Fault]) -> Candidate | Non
     for step, path in reversed(commit.list_committed(folder)):
         if load_step not in (-1, step) or path in dict(faults):
             continue
-        reason = commit.fault(path, step) or first_fault(path, small_files(path))
-        if not reason:
-            try:
-                candidate = Candidate(step, path, read_train(path), _manifest_sha256(path))
-            except (FileNotFoundError, ValueError) as e:  # its hashes are right, but no run has written it
-                reason = f"its {TRAIN} cannot be trusted: {e}"
-            else:
-                _check_is_of_a_run(candidate)
-                if candidate.train["finite"]:
-                    return candidate
-                reason = "its weights or optimizer state are not finite"
-        faults.append((path, reason))
+        try:
+            manifest = commit.check(path, step)
+            train = json.loads(commit.read_file(path, TRAIN, manifest))
+            job_toml = commit.read_file(path, "job.toml", manifest).decode()
+        except commit.Damaged as e:
+            faults.append((path, str(e)))
+            continue
+        candidate = Candidate(step, path, manifest, train, job_toml)
+        _check_is_of_a_run(candidate)
+        if train["finite"]:
+            return candidate
+        faults.append((path, "its weights or optimizer state are not finite"))
     return None
 
 
@@ -76,21 +71,13 @@ def _check_is_of_a_run(candidate: Candidate) -> None:
         )
 
 
-def healthy_steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints whose train.json says that training was healthy when they were saved: no
-    steps were being skipped, and the loss was not in a spike. In ascending order."""
-    steps = []
-    for step, path in commit.list_committed(folder):
-        with suppress(OSError, ValueError):  # a damaged checkpoint is not healthy
-            if read_train(path)["healthy"]:
-                steps.append(step)
-    return steps
-
-
-def newest_healthy(folder: Path, before: int | None = None) -> int | None:
-    """The newest of healthy_steps(), or of those before step `before`; None if there is none."""
-    steps = healthy_steps(folder)
-    return max((step for step in steps if before is None or step < before), default=None)
+def is_healthy(path: Path) -> bool:
+    """Whether the train.json of a checkpoint says that training was healthy when it was saved: no steps were
+    being skipped, and the loss was not in a spike. A damaged checkpoint is not healthy."""
+    try:
+        return read_train(path)["healthy"]
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def choose(folder: Path, load_step: int, faults: list[Fault]) -> Candidate | None:
@@ -119,20 +106,16 @@ def choose(folder: Path, load_step: int, faults: list[Fault]) -> Candidate | Non
     )
 
 
-def small_files(path: Path) -> dict[str, FileDigest]:
-    """The digests of all files of a checkpoint except its shards."""
-    files = commit.digests(commit.read_manifest(path))
-    return {name: digest for name, digest in files.items() if not name.endswith(SHARD_SUFFIX)}
-
-
 def check_shared(candidate: Candidate, ranks: Ranks) -> None:
     """Raises ConfigError on all ranks unless every rank sees the checkpoint that rank 0 sees. Collective."""
-    try:
-        manifest_sha256 = _manifest_sha256(candidate.path)
-    except (OSError, ValueError) as e:
-        manifest_sha256 = f"{type(e).__name__}: {e}"
-    differs = manifest_sha256 != candidate.manifest_sha256
-    if other := ranks.first((ranks.rank, manifest_sha256) if differs else None):
+    seen = candidate.manifest["sha256"]
+    if ranks.rank > 0:
+        try:
+            seen = commit.read_manifest(candidate.path)["sha256"]
+        except (OSError, CheckpointError) as e:
+            seen = f"{type(e).__name__}: {e}"
+    differs = seen != candidate.manifest["sha256"]
+    if other := ranks.first((ranks.rank, seen) if differs else None):
         rank, seen = other
         raise ConfigError(
             f"rank {rank} does not see the {candidate.path} that rank 0 sees ({seen}): the run folder must "
@@ -144,12 +127,11 @@ def check_shared(candidate: Candidate, ranks: Ranks) -> None:
 class Verification:
     """Hashes the shards of a checkpoint in a thread while they are loaded.
 
-    Each file is hashed by one rank. If the number of ranks is that of the save, a rank hashes the files that
+    Each file is hashed by one rank. If as many ranks load as have saved, a rank hashes the files that
     it wrote, because it reads those anyway."""
 
-    def __init__(self, candidate: Candidate, ranks: Ranks):
-        self._ranks = ranks
-        self._path = candidate.path
+    def __init__(self, path: Path, manifest: dict[str, Any], ranks: Ranks):
+        self._path, self._manifest, self._ranks = path, manifest, ranks
         self._thread = ThreadPoolExecutor(1, "verification")
         self._fault = self._thread.submit(self._first_fault)
 
@@ -168,9 +150,8 @@ class Verification:
         return fault
 
     def _first_fault(self) -> str | None:
-        manifest = commit.read_manifest(self._path)
+        ranks, manifest = self._ranks, self._manifest
         files = {name: d for name, d in commit.digests(manifest).items() if name.endswith(SHARD_SUFFIX)}
-        ranks = self._ranks
         return first_fault(self._path, files_to_hash(files, ranks.rank, ranks.size, manifest["ranks"]))
 
 
@@ -239,65 +220,3 @@ def unusable(folder: Path, faults: list[Fault]) -> CheckpointError | None:
         f"no usable checkpoint in {folder}: {'; '.join(reasons)}; to start at step 1, archive them with "
         "--checkpoint.restart=true, or choose another --job.dump_folder"
     )
-
-
-def checkpoints_below(path: Path) -> list[tuple[int, Path]]:
-    """(step, path) of the checkpoints at a path that the user gave, oldest first. `path`: a step folder, a
-    checkpoint folder, or a folder with one run below it. Raises ConfigError if there is no run, or several.
-    """
-    check_folder(path)
-    if exported := [p for p in (path, *path.glob("step-*")) if (p / "config.json").exists()]:
-        raise ConfigError(f"{exported[-1]} is not a checkpoint but an export of one (config.json)")
-    if (step := commit.step_of(path)) is not None:
-        return [(step, path)]
-    if (path / commit.MANIFEST).exists():  # a copy of a step folder under another name
-        try:
-            return [(commit.read_manifest(path)["step"], path)]
-        except (ValueError, KeyError) as e:
-            raise CheckpointError(f"{path} is damaged: its manifest cannot be trusted: {e}") from None
-    folders = list(_checkpoint_folders(path))
-    if not folders:
-        raise ConfigError(f"{path} holds no checkpoint: give a run folder, or one of its step-N folders")
-    if len(folders) > 1:
-        runs = listed(sorted(map(str, folders)), MAX_LISTED)
-        raise ConfigError(f"{path} holds the checkpoints of {len(folders)} runs; give one of them: {runs}")
-    if checkpoints := _saved(folders[0]):
-        return checkpoints
-    quarantined = commit.list_quarantined(folders[0])
-    raise CheckpointError(f"{folders[0]} has only quarantined checkpoints: {quarantined[-1].name}, ...")
-
-
-def _checkpoint_folders(path: Path) -> Iterator[Path]:
-    """The folders at and below `path` that hold titanlite checkpoints, usable or quarantined."""
-    if _saved(path) or commit.list_quarantined(path):
-        yield path
-    try:
-        below = sorted((e for e in os.scandir(path) if e.is_dir()), key=lambda e: e.name)
-    except OSError:  # a folder that this user may not read
-        return
-    for entry in below:
-        if NO_RUN.match(entry.name):
-            continue
-        if not entry.is_symlink():
-            yield from _checkpoint_folders(Path(entry.path))
-        elif _saved(Path(entry.path)):  # a checkpoint folder on another disk; other links are not followed
-            yield Path(entry.path)
-
-
-def _saved(folder: Path) -> list[tuple[int, Path]]:
-    """The committed checkpoints in a folder, without Hugging Face exports, which have the same names."""
-    checkpoints = commit.list_committed(folder)
-    return [(step, path) for step, path in checkpoints if not (path / "config.json").exists()]
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The newest checkpoint at a path that the user gave; see checkpoints_below(). Raises CheckpointError if
-    files of that checkpoint are missing or have another size."""
-    _, checkpoint = checkpoints_below(path)[-1]
-    if reason := commit.fault(checkpoint):
-        raise CheckpointError(f"{checkpoint} is damaged: {reason}")
-    return checkpoint
-
-
-def _manifest_sha256(path: Path) -> str:
-    return hashlib.sha256(read_regular(path / commit.MANIFEST)).hexdigest()

@@ -171,12 +171,11 @@ def with_source_labels(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str
     return {**known, "names": theirs.get("names")}
 
 
-def check_optimizer(checkpoint: Path, job_toml: str, misfits: Sequence[str]) -> None:
+def check_optimizer(checkpoint: Path, saved_toml: str, job_toml: str, misfits: Sequence[str]) -> None:
     """Raises ConfigError if the checkpoint's job has other settings of [optimizer] or another training.clip
-    than this job, which may explain that tensors do not fit. `misfits`: what does not fit, each a phrase that
-    begins with the name of a tensor."""
-    theirs = _optimizer_settings(toml.read(checkpoint / "job.toml")[0])
-    ours = _optimizer_settings(toml.parse(job_toml))
+    than this job, which may explain that tensors do not fit. `misfits`: differences of tensors, each a phrase
+    that begins with the name of a tensor."""
+    theirs, ours = (_optimizer_settings(toml.parse(text)) for text in (saved_toml, job_toml))
     texts = {
         key: f"{key} was {spell(before)}, is {spell(now)}"
         for key, before, now in differences(theirs, ours)

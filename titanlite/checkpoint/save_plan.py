@@ -3,7 +3,7 @@
 torch's `dcp.save` gathers the plans of all ranks on rank 0 and sends the metadata of the whole checkpoint to
 all ranks, at every save. On thousands of ranks that is gigabytes, and unpickling them blocks the training
 thread for minutes. Here copies of a shard are merged on the way to rank 0, the metadata stays there, and the
-plan is kept while the tensors stay the same. The files have the same contents as those of `dcp.save`."""
+plan is kept while the tensors stay the same. The files have the same contents as `dcp.save` writes."""
 
 from __future__ import annotations
 
@@ -125,13 +125,13 @@ class SavePlans:
 
 
 def merge(first: LocalShards, later: LocalShards) -> LocalShards:
-    """The shards of two groups of ranks; those of `first` are the lower ones. Changes `first`."""
+    """The shards of two groups of ranks; the ranks of `first` are the lower ones. Changes `first`."""
     for index, copies in later.shards.items():
         if index in first.shards:
             first.shards[index].ranks.extend(copies.ranks)
         else:
             first.shards[index] = copies
-    # DCP's own order of names, so that the metadata has the same bytes: those of later ranks come first.
+    # DCP's own order of names, so that the metadata has the same bytes: names of later ranks come first.
     return LocalShards(first.shards, {**later.names, **first.names}, first.problem or later.problem)
 
 

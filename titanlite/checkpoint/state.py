@@ -12,7 +12,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -41,23 +41,43 @@ class BaseModel(NamedTuple):
     sha256: str
 
     @staticmethod
-    def of(train: dict[str, Any]) -> BaseModel | None:
+    def recorded_in(train: dict[str, Any]) -> BaseModel | None:
         """The base model in a train.json; None: no adapters are trained."""
         return BaseModel(**train["base"]) if "base" in train else None
 
 
+class Guard(Protocol):
+    """The part of the guard of the steps (metrics/guard.py) that a checkpoint needs."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def is_healthy(self) -> bool:
+        """Whether a run that diverges later can go back to the present state."""
+
+
 @dataclass
 class TrainState:
-    """The state of a run besides its tensors. `step`: the newest step; train.py raises it when a step begins,
-    and the next two values when the step ends. `num_sequences`: number of sequences of the data order that
-    were trained on or skipped, which is the loader's state. `tokens`: number of target tokens trained on, an
-    int64 scalar on the device. `skipped`: all sequences, before and after the position, that the run never
-    trains on. `base`: the base model, if adapters are trained. `stream`: the state of the loaders of all
-    ranks, if the run trains on a stream; otherwise {}. A save sets it."""
+    """The state of a run, which is what a checkpoint holds. All of it that is not a tensor of `net`,
+    `optimizer` or `average` is in train.json.
 
-    step: int
-    num_sequences: int
+    `average`: of the weights; None or without tensors if there is none. `global_batch_size`: recorded for the
+    next start. `step`: the newest step; train.py raises it when a step begins, and the next two values when
+    the step ends. `num_sequences`: number of sequences of the data order that were trained on or skipped,
+    which is the loader's state. `tokens`: number of target tokens trained on, an int64 scalar on the device.
+    `skipped`: all sequences, before and after the position, that the run never trains on. `base`: the base
+    model, if adapters are trained. `stream`: the state of the loaders of all ranks, if the run trains on a
+    stream; otherwise {}. A save sets it."""
+
+    net: nn.Module
+    optimizer: torch.optim.Optimizer
     tokens: torch.Tensor
+    guard: Guard
+    global_batch_size: int
+    average: WeightAverage | None = None
+    step: int = 0
+    num_sequences: int = 0
     skipped: SkippedSequences = field(default_factory=SkippedSequences)
     base: BaseModel | None = None
     stream: dict[str, Any] = field(default_factory=dict)
@@ -73,22 +93,37 @@ class TrainState:
         self.num_sequences = num_sequences
         self.tokens += num_targets
 
+    def tensors(self) -> Tensors:
+        """The tensors that a checkpoint holds. The section of the average exists only if there is one."""
+        optimizer = optimizer_tensors(self.net, self.optimizer)
+        average = self.average.tensors if self.average else {}
+        return {
+            "model": saved_tensors(self.net),
+            "optimizer": optimizer,
+            **({AVERAGE: average} if average else {}),
+        }
+
     def as_json(self) -> dict[str, Any]:
-        """The state as plain values. Waits for the device."""
+        """The state besides its tensors as plain values. Waits for the device."""
         return {
             "step": self.step,
             "sequences": self.num_sequences,
             "tokens": int(self.tokens),
             "skipped": self.skipped.as_lists(),
+            "global_batch_size": self.global_batch_size,
+            "guard": self.guard.state_dict(),
+            "healthy": self.guard.is_healthy(),
             **({"base": self.base._asdict()} if self.base else {}),
             **({STREAM: self.stream} if self.stream else {}),
         }
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Set the state from the values of a train.json. Sequences that were skipped before stay skipped."""
+        """Set the state besides its tensors from the values of a train.json. Sequences that were skipped
+        before stay skipped."""
         self.step, self.num_sequences = values["step"], values["sequences"]
         self.tokens.fill_(values["tokens"])
         self.skipped |= SkippedSequences.of(values["skipped"])
+        self.guard.load_state_dict(values["guard"])
         self.stream = values.get(STREAM, {})
 
 
@@ -131,14 +166,6 @@ def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
                 )
             tensors[f"{names[parameter]}.{key}"] = value
     return tensors
-
-
-def tensors_of(
-    net: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None = None
-) -> Tensors:
-    """All tensors that a checkpoint holds. The section of the average exists only if there is an average."""
-    tensors = {"model": saved_tensors(net), "optimizer": optimizer_tensors(net, optimizer)}
-    return tensors | {AVERAGE: average.tensors} if average is not None and average.tensors else tensors
 
 
 def start_average(tensors: Tensors) -> None:

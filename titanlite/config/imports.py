@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import Any
 
 from titanlite.config.component import ConfigError
-from titanlite.config.overrides import listed, plain
-from titanlite.config.places import Locator
+from titanlite.config.locator import Locator
+from titanlite.config.overrides import as_list, plain_value
 from titanlite.config.schema import imports_of
 from titanlite.config.shipped import PACKAGE
 
@@ -26,7 +26,7 @@ def import_components(tree: dict[str, Any], locator: Locator, allowed: bool) -> 
     The current directory comes first on sys.path, as with `python -m`. Raises ConfigError if a module cannot
     be imported, or if there are modules and they are not `allowed`."""
     key, value = imports_of(tree)
-    modules = listed(plain(value))
+    modules = as_list(plain_value(value))
     if not modules or not isinstance(modules, list):
         return
     names = ", ".join(map(str, modules))
@@ -56,6 +56,13 @@ def own_modules(name: str) -> list[str]:
     verbs or components by having such a module, so that no list names the packages."""
     packages = [f"titanlite.{module.name}" for module in pkgutil.iter_modules([str(PACKAGE)]) if module.ispkg]
     return [f"{p}.{name}" for p in packages if (PACKAGE / p.rpartition(".")[2] / f"{name}.py").is_file()]
+
+
+def import_folders(*folders: str) -> None:
+    """Import all modules of folders of titanlite, which registers the components that they define."""
+    for folder in folders:
+        for module in pkgutil.iter_modules([str(PACKAGE / folder)], f"titanlite.{folder}."):
+            importlib.import_module(module.name)
 
 
 def import_own_components() -> bool:

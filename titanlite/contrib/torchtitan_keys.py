@@ -53,6 +53,11 @@ def to_exchange(value: str) -> Values:
     return {"parallelism.expert_parallel_comm_backend": "default"}
 
 
+def to_sink(name: str) -> Callable[[bool], Values]:
+    """Return the conversion of the key that turns a sink on."""
+    return lambda is_on: {"metrics.sinks": [{"name": name}]} if is_on else {}
+
+
 def text_of(key: str) -> Conversion:
     """Return the conversion of a data set's name or path to a source of text files."""
     return Conversion(key, lambda value: {key: [{"name": "text", "path": [value]}]}, "a folder of text")
@@ -81,6 +86,8 @@ RENAMED = {
 CONVERTED = {
     "checkpoint.async_mode": Conversion("checkpoint.async_mode", to_async_mode, "`async` pins host memory"),
     "float8.filter_fqns": FILTER,
+    "metrics.enable_tensorboard": Conversion("metrics.sinks", to_sink("tensorboard"), "names tensorboard"),
+    "metrics.enable_wandb": Conversion("metrics.sinks", to_sink("wandb"), "names wandb"),
     "model.converters": Conversion("float8.enable", to_float8, "true if it names float8"),
     "model.hf_assets_path": TOKENIZER,
     "model.tokenizer_path": TOKENIZER,
@@ -161,7 +168,7 @@ HARMLESS: Values = {
 
 # torchtitan's defaults where titanlite's differ; the same in all releases.
 DEFAULTS: Values = {
-    "profiling.profiler_warmup": 3, "metrics.enable_tensorboard": False, "optimizer.lr": 8e-4,
+    "profiling.profiler_warmup": 3, "metrics.sinks": [], "optimizer.lr": 8e-4,
     "lr_scheduler.warmup_steps": 200, "training.mixed_precision_param": "bfloat16", "data.num_workers": 0,
     "checkpoint.enable": False, "checkpoint.async_mode": "disabled",
     "activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "2",

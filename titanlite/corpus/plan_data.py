@@ -1,7 +1,7 @@
 """`titanlite data plan`: what a run reads of each source in each stage, and what runs out when.
 
 All counts of sequences are exact, because the data order is a function of the configuration. Step numbers
-are those of a run that takes all its steps as configured and skips no sequences."""
+assume that the run takes all its steps as configured and skips no sequences."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from titanlite import startup
-from titanlite.checkpoint import commit
 from titanlite.checkpoint.resume import Candidate
-from titanlite.checkpoint.run_folder import RunFolder
+from titanlite.checkpoint.start import Resume, check_run_identity, decide
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import ALLOW_IMPORTS
@@ -25,6 +23,7 @@ from titanlite.job import Job, load_job
 from titanlite.log import tell
 from titanlite.options import take_flag, take_numbers
 from titanlite.stages import Stages
+from titanlite.start import check_data, last_sequence, open_stages, open_tokenizer
 from titanlite.table import table
 from titanlite.tools.verbs import shown_config
 
@@ -33,9 +32,9 @@ MAX_EPOCHS = 10  # whose ends are listed, of each source
 
 @dataclass(frozen=True)
 class PlannedSource:
-    """What a stage reads of a source. `first` and `last`: [epoch, sequence] in the source's own order, epochs
-    from 1 and the sequences of an epoch from 0; None if none is read. `epochs_at_end`: read from the start of
-    the run on."""
+    """The sequences that a stage reads of a source. `first` and `last`: [epoch, sequence] in the source's own
+    order, epochs from 1 and the sequences of an epoch from 0; None if none is read. `epochs_at_end`: read
+    from the start of the run on."""
 
     source: str
     sequences: int
@@ -80,8 +79,8 @@ class Place:
 
 @dataclass(frozen=True)
 class SourceEnds:
-    """What runs out when. `epoch_ends`: the last sequences of the first ten epochs. `exceeds_max_epochs`: the
-    first sequence that is too much."""
+    """When the epochs of a source end. `epoch_ends`: the last sequences of the first ten epochs.
+    `exceeds_max_epochs`: the first sequence that is too much."""
 
     source: str
     sequences_per_epoch: int
@@ -94,8 +93,8 @@ class SourceEnds:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run reads. `at`: step, next sequence and stage of the newest checkpoint, and the step that a run
-    would be at which takes all steps as configured; {} for a new run."""
+    """All sequences that a run reads. `at`: step, next sequence and stage of the newest checkpoint, and the
+    step that a run would be at which takes all steps as configured; {} for a new run."""
 
     config: str
     ranks: int
@@ -133,21 +132,21 @@ def main(argv: Sequence[str]) -> int:
 
 def _plan(job: Job, path: str, ranks: int | None) -> tuple[Plan, ConfigError | None]:
     """The plan, and why a run would refuse the job, if it would."""
-    candidate = RunFolder(job.checkpoint, job.folder, None).choose_checkpoint([])
+    start = decide(job.checkpoint, job.folder)
+    candidate = start.candidate if isinstance(start, Resume) else None
     if ranks is None:
-        saved_on = commit.read_manifest(candidate.path)["ranks"] if candidate else 1
-        ranks = max(job.parallelism.fewest_ranks, saved_on)
+        ranks = max(job.parallelism.fewest_ranks, candidate.manifest["ranks"] if candidate else 1)
     job.check(ranks)
     sequences = _open(job)
-    job, stages, _ = startup.open_stages(job, ranks, sequences)
+    job, stages = open_stages(job, ranks, sequences)
     refusal = None
     try:
         identity = job.identity(sequences.identity, sequences.names)
-        RunFolder(job.checkpoint, job.folder, identity).choose_checkpoint([])
+        check_run_identity(start, identity, job.checkpoint.allow_changed, job.folder)
     except ConfigError as e:  # the job cannot continue this run: plan a new one
         refusal, candidate = e, None
     try:
-        startup.check_data(job, stages, sequences, candidate.train if candidate else None)
+        check_data(job, stages, sequences, candidate.train if candidate else None)
     except ConfigError as e:
         refusal = refusal or e
     return _Planner(job, stages, sequences, candidate).plan(path, ranks), refusal
@@ -155,7 +154,7 @@ def _plan(job: Job, path: str, ranks: int | None) -> tuple[Plan, ConfigError | N
 
 def _open(job: Job) -> SequenceDataset:
     """The job's data, which is tokenised and packed if it has not been before."""
-    tokenizer, training = startup.open_tokenizer(job), job.training
+    tokenizer, training = open_tokenizer(job), job.training
     sequences = job.data.check(tokenizer, seq_len=training.seq_len, seed=training.seed)
     if sequences is None:
         tell(f"opening the data as a run does: text is tokenised and packed once, into {job.data.cache_dir}")
@@ -182,7 +181,7 @@ class _Planner:
                 "stage": stages.number_at(position) + 1,
                 "planned_step": stages.steps_before(position),
             }
-        self.end = startup.last_sequence(job, stages, step, position, skipped)
+        self.end = last_sequence(job, stages, step, position, skipped)
         self.num_skipped = skipped.below(self.end).count()
 
     def plan(self, path: str, ranks: int) -> Plan:

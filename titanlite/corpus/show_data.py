@@ -33,7 +33,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from titanlite import startup
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.resume import newest
 from titanlite.checkpoint.run_identity import STAGES
@@ -54,6 +53,7 @@ from titanlite.job import Job, build_tokenizer, load_job
 from titanlite.log import tell
 from titanlite.options import take_flag, take_numbers
 from titanlite.stages import Stages, check_stages, label
+from titanlite.start import open_stages
 from titanlite.tokenizers.base import Tokenizer, TokenizerConfig
 from titanlite.tokenizers.tiktoken import Tiktoken
 from titanlite.tools.verbs import shown_config
@@ -167,7 +167,7 @@ def _show_run(job: Job, numbers: Sequence[int]) -> None:
     sequences = numbered(job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed))
     stages = None
     if job.stages or job.training.batch_ramp:
-        job, stages, _ = startup.open_stages(job, job.parallelism.fewest_ranks, sequences)
+        job, stages = open_stages(job, job.parallelism.fewest_ranks, sequences)
     skipped = _skipped(job, sequences)
     for line in sequences.describe_conversations(min(job.sequence_lengths().values())):
         print(line)
@@ -191,7 +191,7 @@ def _step_of(number: int, stages: Stages) -> tuple[str, int]:
 
 
 def _skipped(job: Job, sequences: SequenceDataset) -> SkippedSequences:
-    """The sequences that a run skips: those of its job, and those of the newest checkpoint in its folder, if
+    """The sequences that a run skips, by its job and by the newest checkpoint in its folder, if
     the job numbers the sequences as the checkpoint's run does."""
     try:
         candidate = newest(job.folder / job.checkpoint.folder, -1, [])
@@ -207,8 +207,8 @@ def _skipped(job: Job, sequences: SequenceDataset) -> SkippedSequences:
 
 
 def _numbering(identity: dict[str, Any], num_sequences: int) -> list[Any]:
-    """What decides which sequences the numbers below `num_sequences` have. Later stages may change in a
-    run."""
+    """The part of an identity that decides which sequences the numbers below `num_sequences` have. Later
+    stages may change in a run."""
     stages = [stage for stage in identity.get(STAGES, []) if 0 < stage["first_sequence"] < num_sequences]
     return [
         identity.get("training"),

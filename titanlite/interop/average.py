@@ -78,7 +78,7 @@ def _model_of(checkpoint: Weights) -> tuple[dict[str, Any], str]:
     """The model and its adapters in the run identity of a checkpoint, and the fingerprint of the base model,
     which is empty without adapters."""
     train = read_train(checkpoint.path)
-    base = BaseModel.of(train)
+    base = BaseModel.recorded_in(train)
     model = {key: train["identity"][key] for key in ("model", "lora") if key in train["identity"]}
     return model, base.sha256 if base else ""
 
@@ -122,7 +122,7 @@ def write_average(
 
 
 def _note(checkpoints: Sequence[Weights], weights: Sequence[float]) -> dict[str, Any]:
-    """What train.json says of an average. It is never healthy, so that no run goes back to it."""
+    """The entries of train.json for an average, which is never healthy, so that no run goes back to it."""
     folder = checkpoints[-1].path.absolute().parent
     about = {
         "folder": f"{folder.parent.name}/{folder.name}",

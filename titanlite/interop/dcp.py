@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,12 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.commit import CheckpointError, Damaged
 from titanlite.checkpoint.digest import first_fault
+from titanlite.checkpoint.find import find_checkpoint
 from titanlite.checkpoint.reader import read_metadata
-from titanlite.checkpoint.resume import find_checkpoint, small_files
-from titanlite.checkpoint.state import AVERAGE, TRAIN, read_train
+from titanlite.checkpoint.state import AVERAGE, TRAIN
 from titanlite.config.component import ConfigError
-from titanlite.config.json_file import expect
 from titanlite.interop.weights import Chunk, LazyTensor, Region, Weights
 from titanlite.models.base import ModelFamily
 from titanlite.torch_compat import file_view
@@ -42,9 +42,12 @@ def open_titanlite(path: Path, family: ModelFamily | None = None, average: bool 
     `family`: the family of the recorded model, whose architecture is then read. `average`: open the average
     of the trained weights in place of the weights. Raises ConfigError if the checkpoint has none."""
     path = find_checkpoint(path)
-    if reason := first_fault(path, small_files(path)):
-        raise CheckpointError(f"{path} is damaged: {reason}")
-    metadata = read_metadata(path)
+    try:
+        manifest = commit.read_manifest(path)
+        metadata = read_metadata(path, manifest)
+        identity = json.loads(commit.read_file(path, TRAIN, manifest))["identity"]
+    except Damaged as e:
+        raise CheckpointError(f"{path} is damaged: {e}") from None
     names = _names_in(metadata, MODEL)
     if average:
         averages = _names_in(metadata, f"{AVERAGE}.")
@@ -52,16 +55,8 @@ def open_titanlite(path: Path, family: ModelFamily | None = None, average: bool 
             why = "it was saved with ema.enable = false, or is itself an average of checkpoints"
             raise ConfigError(f"{path} has no average of the weights: {why}")
         names |= averages
-    try:
-        identity = read_train(path)["identity"]
-        expect(identity, model=dict)
-        expect(identity["model"], name=str)
-        data = identity.get("data", {})
-        expect(data)
-        tokenizer = data.get("tokenizer", "")
-    except ValueError as e:
-        raise CheckpointError(f"{path} is damaged: its {TRAIN} cannot be trusted: {e}") from None
     architecture = _recorded(identity["model"], family, path) if family is not None else {}
+    tokenizer = identity.get("data", {}).get("tokenizer", "")
     return Weights(path, "titanlite", stored_tensors(path, metadata, names), architecture, tokenizer)
 
 

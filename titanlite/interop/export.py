@@ -69,7 +69,7 @@ DEFAULT_FORMAT = ExportFormat()
 
 
 class _Output(NamedTuple):
-    """A tensor of an export: a region of `stored` times `factor`, in `dtype`. `shape`: that of the region,
+    """A tensor of an export: a region of `stored` times `factor`, in `dtype`. `shape`: the region's,
     perhaps without leading dims of size 1."""
 
     name: str
@@ -225,7 +225,7 @@ def _small_files(model: ModelAndTokenizer, outputs: Sequence[_Output], vocab_siz
 
 
 def _in_shards(outputs: Sequence[_Output], max_bytes: int) -> list[list[_Output]]:
-    """Distribute tensors over files of at most `max_bytes`; a larger tensor has a file of its own."""
+    """Distribute tensors over files of at most `max_bytes`; a larger tensor is alone in its file."""
     shards: list[list[_Output]] = [[]]
     size = 0
     for output in outputs:

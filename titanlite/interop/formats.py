@@ -4,7 +4,6 @@ model, with the adapters merged into their base model."""
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +15,7 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.state import BaseModel, read_train
 from titanlite.config.component import ConfigError
-from titanlite.config.imports import own_modules
-from titanlite.config.json_file import expect
+from titanlite.config.imports import import_own_components
 from titanlite.config.paths import check_folder
 from titanlite.interop.dcp import is_foreign_dcp, open_titanlite
 from titanlite.interop.huggingface import is_hugging_face, is_peft_adapter, open_hugging_face
@@ -49,16 +47,21 @@ def open_weights(path: Path, family: ModelFamily, check_base: bool = False) -> W
         )
     if is_hugging_face(path):
         return open_hugging_face(path, family)
-    for module in own_modules("components"):  # a satellite adds its formats in its module `components`
-        importlib.import_module(module)
-    for form in FORMATS:
-        if form.matches(path):
-            return form.open(path, family)
+    if not _is_titanlite(path):
+        import_own_components()  # a satellite adds its formats in its module `components`
+        for form in FORMATS:
+            if form.matches(path):
+                return form.open(path, family)
     if steps := [step for _, step in commit.list_committed(path) if is_foreign_dcp(step)]:
         raise ConfigError(f"{path} has checkpoints of another program; give one, such as {steps[-1]}")
     if pickles := sorted(path.glob("pytorch_model*.bin")):
         raise ConfigError(f"{pickles[0]}: pickled weights are not supported; save them as safetensors")
     return open_checkpoint(path, family, check_base=check_base)
+
+
+def _is_titanlite(path: Path) -> bool:
+    """Return whether a step folder, a checkpoint folder or a run folder has a manifest of a checkpoint."""
+    return any(any(path.glob(f"{inside}{commit.MANIFEST}")) for inside in ("", "step-*/", "*/step-*/"))
 
 
 def _if_of_a_run(path: Path) -> str:
@@ -105,7 +108,7 @@ def open_checkpoint(
 
 
 def has_adapters(weights: Weights) -> bool:
-    """Whether `weights` are those of adapters, without their base model."""
+    """Whether `weights` are adapters without their base model."""
     return any(map(is_adapter, weights.tensors))
 
 
@@ -132,7 +135,7 @@ def open_base(
 
 def base_of(adapters: Weights) -> BaseModel:
     """The base model that a checkpoint of adapters records. Raises CheckpointError if it records none."""
-    base = BaseModel.of(read_train(adapters.path))
+    base = BaseModel.recorded_in(read_train(adapters.path))
     if base is None:
         raise CheckpointError(f"{adapters.path} is damaged: it has adapters, but no base model")
     return base
@@ -148,16 +151,9 @@ def locate_base(path: Path, recorded: BaseModel | None) -> Path:
 
 
 def lora_of(adapters: Weights) -> tuple[int, float, float]:
-    """Rank, alpha and scale of a checkpoint's adapters. Raises CheckpointError if they are not recorded."""
-    try:
-        identity = read_train(adapters.path)["identity"]
-        expect(identity, lora=dict)
-        expect(identity["lora"], rank=int, alpha=float)
-    except ValueError as e:
-        raise CheckpointError(
-            f"{adapters.path} is damaged: its run identity cannot be trusted: {e}"
-        ) from None
-    rank, alpha = identity["lora"]["rank"], identity["lora"]["alpha"]
+    """Rank, alpha and scale of a checkpoint's adapters."""
+    lora = read_train(adapters.path)["identity"]["lora"]
+    rank, alpha = lora["rank"], lora["alpha"]
     return rank, alpha, alpha / rank
 
 

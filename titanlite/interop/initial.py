@@ -13,7 +13,7 @@ from torch import nn
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.ranks import Ranks
-from titanlite.checkpoint.resume import Candidate, Verification
+from titanlite.checkpoint.resume import Verification
 from titanlite.checkpoint.state import BaseModel, listed, model_tensors, non_finite
 from titanlite.config.component import ConfigError
 from titanlite.interop.formats import NOT_THE_BASE, digests, fingerprint, locate_base, open_weights
@@ -126,7 +126,7 @@ def _load(
         raise ConfigError(text, KEY)
     # Verification distributes the files over the ranks.
     is_hashed = verify and kind == "titanlite"
-    reason = Verification(Candidate(0, path, {}, ""), ranks).result() if is_hashed else None
+    reason = Verification(path, commit.read_manifest(path), ranks).result() if is_hashed else None
     if reason:
         raise ConfigError(f"{path} is damaged: {reason}", KEY)
     return own

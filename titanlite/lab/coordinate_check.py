@@ -23,8 +23,9 @@ from titanlite.models.base import Decoder, ModelFamily, logits
 from titanlite.models.load_balance import LoadBalance
 from titanlite.models.moe import Router, moe_layers_of
 from titanlite.optim.base import Optimizer, guarded_step, set_lr
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import Clipper, grad_norms
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.runtime.training import Training
 
 EMBEDDING, LOGITS, ROUTER = "embedding", "logits", "router"
@@ -34,7 +35,7 @@ LAST_LR = 0.25  # share of the peak learning rate in the last step, to which the
 
 
 @dataclass(frozen=True)
-class Trial:
+class SmallRun:
     """What all widths of a check have in common. `batches`: one per step; outputs are measured on the
     first."""
 
@@ -84,7 +85,7 @@ def random_batches(num: int, shape: tuple[int, int], vocab_size: int, seed: int)
 
 
 def measure(
-    model: ModelFamily, optimizer: Optimizer, trial: Trial, step_done: Callable[[], None] = lambda: None
+    model: ModelFamily, optimizer: Optimizer, trial: SmallRun, step_done: Callable[[], None] = lambda: None
 ) -> dict[str, Size]:
     """Train a new model for one step per batch, and measure the outputs of embedding, blocks and head. Raises
     Diverged if a loss is not finite."""

@@ -47,15 +47,13 @@ LEFT_OUT = [  # what the runs leave out: it takes no memory of a step, or writes
     "--generation.prompts=[]",
     "--profiling.enable_profiling=false",
     "--profiling.enable_memory_snapshot=false",
-    "--metrics.enable_tensorboard=false",
-    "--metrics.enable_wandb=false",
     "--metrics.sinks=[]",
     "--metrics.log_freq=1",
 ]
 
 
 @dataclass(frozen=True)
-class Trial:
+class BatchTrial:
     """What a run of micro-batches of `size` sequences measured. GiB: the peak of its steps, of the GPU that
     has most. `tokens_per_second`: of its last step, per GPU. `out_of_memory`: where the run ran out of
     memory, which leaves the numbers unknown."""
@@ -79,12 +77,12 @@ def find(
     sizes: Sequence[int],
     planned_gib: Callable[[int], float],
     card_gib: float,
-    train: Callable[[int], Trial],
-) -> list[Trial]:
+    train: Callable[[int], BatchTrial],
+) -> list[BatchTrial]:
     """Train some of the ascending `sizes`, until the largest that fits and the next one, which does not fit,
     are known, or after MAX_STARTS runs of which one fits. If only one fits, one smaller size is trained as
     well, to compare their speed. Returns the trials by size."""
-    trials = dict[int, Trial]()
+    trials = dict[int, BatchTrial]()
     low, high = -1, len(sizes)  # sizes[low] fits, sizes[high] does not
     limit, scale, misses = MAX_SHARE * card_gib, 1.0, 0  # scale: what is reserved / planned
     trusts_plan = True
@@ -154,7 +152,7 @@ class _Trainer:
                 break
         return sizes
 
-    def __call__(self, size: int) -> Trial:
+    def __call__(self, size: int) -> BatchTrial:
         """Train three steps. Raises Stopped and RunFailed."""
         name = f"local_batch_size={size}"
         tell(f"{name}: training {self.num_steps} steps; planned {self.planned_gib(size):.1f} GiB")
@@ -231,18 +229,18 @@ def _records(folder: Path, step: int) -> list[Record]:
     return []
 
 
-def _measured(size: int, records: Sequence[Record]) -> Trial:
+def _measured(size: int, records: Sequence[Record]) -> BatchTrial:
     def peak(kind: str) -> float:
         keys = f"memory/max_{kind}_gib", f"memory/peak_{kind}_gib"  # the first with several GPUs only
         return max(record[keys[0] if keys[0] in record else keys[1]] for record in records)
 
     speed = records[-1]["throughput/tokens_per_second_per_device"]
-    return Trial(size, peak("allocated"), peak("reserved"), speed)
+    return BatchTrial(size, peak("allocated"), peak("reserved"), speed)
 
 
-def _out_of_memory(size: int, log: Path) -> Trial:
+def _out_of_memory(size: int, log: Path) -> BatchTrial:
     where = re.search(r"out of memory (in step \d+, [^(.:]+|before the first step)", _text(log))
-    return Trial(size, out_of_memory=where[0].strip() if where else "out of memory")
+    return BatchTrial(size, out_of_memory=where[0].strip() if where else "out of memory")
 
 
 def _text(log: Path) -> str:
@@ -268,14 +266,14 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def _line(trial: Trial, card_gib: float) -> str:
+def _line(trial: BatchTrial, card_gib: float) -> str:
     if trial.out_of_memory:
         return trial.out_of_memory
     memory = f"{trial.allocated_gib:.1f} GiB allocated, {trial.reserved_gib:.1f} reserved"
     return f"{trial.result(card_gib)}: {memory}, {trial.tokens_per_second:,.0f} tokens/s per GPU"
 
 
-def _table(trials: Sequence[Trial], trainer: _Trainer) -> str:
+def _table(trials: Sequence[BatchTrial], trainer: _Trainer) -> str:
     rows = [["result", "local_batch_size", "planned GiB", "allocated", "reserved", "tokens/s per GPU"]]
     for trial in trials:
         numbers = [trial.allocated_gib, trial.reserved_gib]
@@ -287,7 +285,7 @@ def _table(trials: Sequence[Trial], trainer: _Trainer) -> str:
 
 
 def _answer(
-    fitting: Sequence[Trial], trials: Sequence[Trial], sizes: Sequence[int], trainer: _Trainer
+    fitting: Sequence[BatchTrial], trials: Sequence[BatchTrial], sizes: Sequence[int], trainer: _Trainer
 ) -> list[str]:
     """The largest size that fits, and the fastest. A run with fewer micro-batches per step than the job has
     takes the optimizer's step more often, which makes small sizes look slow: it can show that a smaller

@@ -165,13 +165,8 @@ def _forecast(fitted: FittedLaw, target: Target, largest: dict[str, float]) -> d
 
 def _check_target(target: Target, first: FinishedRun) -> None:
     """Raise ConfigError if a law of runs like `first` does not hold for the job."""
-    job, scratch = target.job, "the law is of runs from scratch"
-    if job.lora.enable:
-        raise ConfigError(scratch, "lora.enable")
-    if job.checkpoint.initial_load_path:
-        raise ConfigError(scratch, "checkpoint.initial_load_path")
-    if job.stages:
-        raise ConfigError("the law is of runs without stages", "stages")
+    job = target.job
+    check_from_scratch(job, "the law is of runs from scratch")
     if target.epochs is not None and target.epochs > MAX_EPOCHS:
         raise ConfigError(f"the job reads its data {target.epochs:.1f} times: {REPEATED}", "training.steps")
     end = job.lr_scheduler.checked_factor(job.training.steps, job.training.steps)
@@ -185,6 +180,18 @@ def _check_target(target: Target, first: FinishedRun) -> None:
     theirs = {key: value for key, value in first.conditions.items() if key in ours}
     if change := _change(theirs, ours, first.name):
         raise ConfigError(f"the law does not hold for this job: {change}")
+
+
+def check_from_scratch(job: Job, reason: str) -> None:
+    """Raise ConfigError with `reason` for a job that trains adapters, starts from weights or has stages."""
+    given = {
+        "lora.enable": job.lora.enable,
+        "checkpoint.initial_load_path": job.checkpoint.initial_load_path,
+        "stages": job.stages,
+    }
+    for key, value in given.items():
+        if value:
+            raise ConfigError(f"{reason} with one mixture" if key == "stages" else reason, key)
 
 
 # ---- the runs
@@ -245,12 +252,10 @@ def _finished(run: RecordedRun, allow_imports: bool) -> FinishedRun:
             f"its learning rate ends at {end:.0%} of the peak: the law is of losses after a decay, which are "
             "lower; branch a decay (docs/howto.md), or train with another [lr_scheduler]"
         )
-    if started_from := job.checkpoint.initial_load_path:
-        raise ConfigError(f"it began with the weights in {started_from}; the law is of runs from scratch")
-    if job.lora.enable:
-        raise ConfigError("it trained adapters ([lora]); the law is of runs from scratch")
-    if job.stages:
-        raise ConfigError("it has [[stages]]; the law is of runs with one mixture and one schedule")
+    try:
+        check_from_scratch(job, "the law is of runs from scratch")
+    except ConfigError as e:
+        raise ConfigError(f"it has {e.key}; {e}") from None
     data = _data(run.folder / "run_identity.json")
     _check_epochs(run, data)
     return FinishedRun(

@@ -29,7 +29,7 @@ class Rung(NamedTuple):
     divisor: int
 
 
-class Optimum(NamedTuple):
+class Parabola(NamedTuple):
     """The minimum of a parabola through losses over the logarithm of a value, and the values between which
     the parabola is within the noise of its minimum, also where nothing was tried; `low` and `high` are None
     without a noise."""
@@ -87,7 +87,7 @@ def neighbours(losses: Mapping[float, float]) -> list[float]:
     return values[at - 1 : at + 2] if 0 < at < len(values) - 1 else []
 
 
-def optimum(losses: Mapping[float, float], noise: float | None) -> Optimum | None:
+def fit_parabola(losses: Mapping[float, float], noise: float | None) -> Parabola | None:
     """Fit a parabola through the lowest loss and the two beside it, over the logarithm of the value: losses
     far from the minimum do not lie on a parabola. None if the lowest loss is at an end, or a neighbour
     diverged."""
@@ -101,4 +101,4 @@ def optimum(losses: Mapping[float, float], noise: float | None) -> Optimum | Non
     at = -b / (2 * a)
     half = None if noise is None else math.sqrt(noise / a)
     bounds = (None, None) if half is None else (math.exp(at - half + center), math.exp(at + half + center))
-    return Optimum(math.exp(at + center), float(c - b * b / (4 * a)), *bounds)
+    return Parabola(math.exp(at + center), float(c - b * b / (4 * a)), *bounds)

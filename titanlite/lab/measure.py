@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from titanlite import startup
+from titanlite import start
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.paths import check_output_file
@@ -25,7 +25,7 @@ from titanlite.files import make_folder, write_atomically
 from titanlite.job import Job, load_job
 from titanlite.lab.calibration import Measurement, part_times, split_as_planned
 from titanlite.lab.cards import GIB, PCIE, Card, Cluster, known_card
-from titanlite.lab.coordinate_check import Trial, random_batches
+from titanlite.lab.coordinate_check import SmallRun, random_batches
 from titanlite.lab.layouts import DOES_NOT_FIT, FITS, Layout, assess
 from titanlite.lab.link import block_collectives
 from titanlite.lab.plan import decisive_keys, planned_run
@@ -203,7 +203,7 @@ def _planned(job: Job, cluster: Cluster, num_blocks: int) -> tuple[float, float]
 def _timed(job: Job, rt: Runtime, num_blocks: int) -> tuple[float, float]:
     """Measured seconds of a micro-batch and of the optimizer, those of the slowest rank. Collective."""
     cut, training = _cut(job, num_blocks), job.training
-    attention, _ = startup.check_device(cut, rt.device, rt.param_dtype, 1)
+    attention, _ = start.check_device(cut, rt.device, rt.param_dtype, 1)
     net = cut.build_on_meta()
     job.optimizer.check(net)
     # A second micro-batch, because most jobs accumulate gradients.
@@ -211,8 +211,8 @@ def _timed(job: Job, rt: Runtime, num_blocks: int) -> tuple[float, float]:
     batches = random_batches(2, shape, net.vocab_size, training.seed)
     if job.data.mask_documents:
         batches = [_one_document(batch) for batch in batches]
-    trial = Trial(job.loss, training, batches, training.seed, rt.device)
-    settings = startup.parallel_settings(cut, rt, attention)
+    trial = SmallRun(job.loss, training, batches, training.seed, rt.device)
+    settings = start.parallel_settings(cut, rt, attention)
     gc.collect()  # the model before may be in a cycle, and hold the device's memory
     try:
         times = time_steps(net, trial, settings, job.optimizer, job.ema)

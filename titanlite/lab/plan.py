@@ -2,11 +2,10 @@
 
 For the layout of CONFIG: parameters, tokens and FLOPs; the memory of a rank by kind at the peak of a step,
 and whether it fits the GPU; if it does, the time of a step and what it is spent on, hours, GPU hours and
-money; the size of a checkpoint and how often to save; the distance from compute-optimal. With --top, also
-the fastest layouts of the same GPUs that fit, as overrides, and why others cannot be used. With --svg, a
-picture of a rank's memory over a step. With --fit, a scaling law of finished runs and its forecast of
-CONFIG's loss; without CONFIG, the law alone. docs/planning.md has the formulas and their errors against
-measured runs."""
+money; the size of a checkpoint; the distance from compute-optimal. With --top, also the fastest layouts of
+the same GPUs that fit, as overrides, and why others cannot be used. With --fit, a scaling law of finished
+runs and its forecast of CONFIG's loss; without CONFIG, the law alone. docs/planning.md
+has the formulas and their errors against measured runs."""
 
 from __future__ import annotations
 
@@ -19,22 +18,18 @@ from typing import Any
 
 import torch
 
-from titanlite import startup
+from titanlite import start
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
-from titanlite.config.paths import check_output_file
 from titanlite.data.dataset import RunSequences
-from titanlite.files import write_atomically
 from titanlite.job import Job, load_job
 from titanlite.lab import fit, planned
 from titanlite.lab.calibration import Measurement, planned_gpus, read_measurement
 from titanlite.lab.cards import CARDS, GIB, Cluster
 from titanlite.lab.layouts import DOES_NOT_FIT, Layout, assess, search
 from titanlite.lab.memory import KINDS, at_most
-from titanlite.lab.memory_picture import memory_svg
-from titanlite.lab.optimum import RULE, optimum
 from titanlite.lab.planned import MAX_BLOCKS, PlannedRun
-from titanlite.lab.saves import GPU_HOURS_PER_FAILURE, best_saves, span
+from titanlite.lab.scaling_law import CHINCHILLA
 from titanlite.lab.step_time import guesses
 from titanlite.lab.verbs import plan_arguments
 from titanlite.models.base import Decoder
@@ -48,6 +43,7 @@ GPUS_PER_NODE = 8
 # The law's runs had 70M to 16B parameters and 5B to 500B tokens (Hoffmann et al. 2022, section 3).
 LEAST_PARAMETERS, LEAST_TOKENS = 70_000_000, 5_000_000_000
 NEAR_OPTIMUM = 0.01  # nats, below which the distance says nothing: the law's constants are fitted to losses
+RULE = 20  # tokens per parameter, Chinchilla's rule of thumb
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,22 +51,15 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = plan_arguments(argv)
     if options.config is None:
         return fit.main(options)
-    if options.svg is not None:
-        check_output_file(options.svg)
-        if options.svg.suffix != ".svg":  # perhaps another file, which would be overwritten
-            raise ConfigError(f"command line, --svg: {options.svg} does not end in .svg")
     if options.tokens is not None:
         overrides = [*overrides, f"--training.steps={options.tokens} tokens"]
     job = load_job(options.config, overrides, None, options.allow_imports)
     try:
-        plan, layout = _plan(job, options)
+        plan = _plan(job, options)
     except ConfigError as e:
         if options.tokens is not None and e.key == "training.steps":
             raise ConfigError(f"command line, --tokens: {e}") from None
         raise toml.read(options.config, overrides)[1].located(e) from None
-    if options.svg is not None:
-        title = f"{options.config}: {plan['layout']} of {plan['gpus']} x {plan['gpu']}, GiB per rank"
-        write_atomically(options.svg, memory_svg(layout.memory.moments, plan["memory"]["card_gib"], title))
     print(json.dumps(plan, indent=1) if options.json else _text(plan))
     return 0
 
@@ -95,7 +84,7 @@ def planned_run(job: Job, cluster: Cluster) -> PlannedRun:
     return planned.planned_run(job, cluster.gpus, choose_param_dtype(job.training, device), device_bytes)
 
 
-def _plan(job: Job, options: Namespace) -> tuple[dict[str, Any], Layout]:
+def _plan(job: Job, options: Namespace) -> dict[str, Any]:
     measurement = read_measurement(options.measured) if options.measured else None
     gpus, card = planned_gpus(options.gpus, job.parallelism.fewest_ranks, DEFAULT_CARD, measurement)
     per_node = min(options.gpus_per_node or GPUS_PER_NODE, gpus)
@@ -129,10 +118,10 @@ def _plan(job: Job, options: Namespace) -> tuple[dict[str, Any], Layout]:
         "memory": _memory(layout, cluster),
         "fits": layout.verdict,
         "time": time,
-        "checkpoint": _checkpoint(layout, time, gpus, options.mtbf),
+        "checkpoint": {"gib": _checkpoint_bytes(run) / GIB},
         "optimum": None
         if job.lora.enable or options.fit or run.shape.num_experts
-        else vars(optimum(model["parameters"], length["tokens"])),
+        else _optimum(model["parameters"], length["tokens"]),
         "notes": _notes(job, run, cluster, measurement, is_timed=bool(time or options.top)),
     }
     if options.fit:
@@ -145,7 +134,7 @@ def _plan(job: Job, options: Namespace) -> tuple[dict[str, Any], Layout]:
             for layout in best[: options.top]
         ]
         plan["refused_layouts"] = [vars(layout) for layout in refused]
-    return plan, layout
+    return plan
 
 
 def _refusal(job: Job) -> Callable[[PlannedRun], str | None]:
@@ -177,7 +166,7 @@ def _data(job: Job) -> tuple[RunSequences | None, str]:
     if job.data.stream is not None:
         return None, "the run trains on a stream"
     try:
-        tokenizer = startup.open_tokenizer(job)
+        tokenizer = start.open_tokenizer(job)
         sequences = job.data.check(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
     except (ConfigError, OSError) as e:
         return None, f"the data is not known here ({e})"
@@ -246,21 +235,21 @@ def _time(layout: Layout, length: dict[str, Any], cluster: Cluster, price: float
     }
 
 
-def _checkpoint(layout: Layout, time: dict[str, Any] | None, gpus: int, mtbf: float | None) -> dict[str, Any]:
-    """Weights, averages and optimizer state, and, if `time` of `_time` is known, how often to save them.
-    `mtbf`: hours between failures of the job; None: at Llama 3's rate."""
-    run = layout.run
-    sizes = [(math.prod(p.shape), p.state_bytes) for p in run.parameters if p.is_trained]
-    size = sum(num * (4 * (1 + run.ema.enable) + state) for num, state in sizes)
-    if time is None:
-        return {"gib": size / GIB}
-    hours = GPU_HOURS_PER_FAILURE / gpus if mtbf is None else mtbf
+def _checkpoint_bytes(run: PlannedRun) -> float:
+    """Weights, averages and optimizer state of a checkpoint."""
+    trained = [p for p in run.parameters if p.is_trained]
+    return sum(math.prod(p.shape) * (4 * (1 + run.ema.enable) + p.state_bytes) for p in trained)
+
+
+def _optimum(parameters: float, tokens: float) -> dict[str, float]:
+    """The compute-optimal run for as many parameters x tokens, and how much lower its loss is."""
+    (best,) = CHINCHILLA.best_parameters(6 * parameters * tokens).tolist()
+    excess = CHINCHILLA.loss(parameters, tokens) - CHINCHILLA.loss(best, parameters * tokens / best)
     return {
-        "gib": size / GIB,
-        "hours_between_failures": hours,
-        "is_usual_rate": mtbf is None,
-        "expected_failures": time["hours"] / hours,
-        **best_saves(size, gpus, time["step_s"], hours)._asdict(),
+        "tokens_per_parameter": tokens / parameters,
+        "parameters": best,
+        "tokens": parameters * tokens / best,
+        "excess": float(excess[0]),
     }
 
 
@@ -382,7 +371,7 @@ def _time_text(plan: dict[str, Any]) -> str:
     rate = time["tokens_per_second_per_gpu"]
     rate = f"about {short(rate)}" if time["guess"] else f"{rate:,.0f}"
     rate += f" tokens/s per {unit}, MFU {time['mfu']:.1%}"
-    hours = f"{time['hours']:,.1f} hours" if time["hours"] >= 2 else span(time["hours"])
+    hours = f"{time['hours']:,.1f} hours" if time["hours"] >= 2 else f"{60 * time['hours']:.3g} minutes"
     hours += f", {_rounded(time['gpu_hours'])} {unit} hours{cost}"
     text = f"{table(rows, num_texts=1)}\n{rate}; bound by {time['bound_by']}\n{hours}"
     if time["guess"]:
@@ -394,10 +383,8 @@ def _advice(plan: dict[str, Any]) -> str:
     saved, best, run = plan["checkpoint"], plan["optimum"], plan["run"]
     size = f"{saved['gib']:.1f} GiB" if saved["gib"] >= 1 else f"{1024 * saved['gib']:.1f} MiB"
     lines = [f"checkpoint: {size}"]
-    if plan["time"] is not None:
-        lines = _saves_lines(lines[0], saved, run["steps"])
     if best is None:  # the law is of dense models trained from scratch; or the runs of --fit have a law
-        return "\n".join(lines)
+        return lines[0]
     excess = f"{best['excess']:.2f}" if best["excess"] >= NEAR_OPTIMUM else f"less than {NEAR_OPTIMUM}"
     lines += [
         f"compute-optimal for as many parameters x tokens: {short(best['parameters'])} parameters on "
@@ -407,29 +394,7 @@ def _advice(plan: dict[str, Any]) -> str:
     if plan["model"]["parameters"] < LEAST_PARAMETERS or run["tokens"] < LEAST_TOKENS:
         least = f"{short(LEAST_PARAMETERS)} parameters and {short(LEAST_TOKENS)} tokens"
         lines[-2] += f"; extrapolated, because the law's runs had at least {least}"
-    if best["half"] is not None:
-        lines.append(
-            f"half the parameters reach the same loss on {short(best['half'])} tokens, for "
-            f"{best['half_flops']:.2f} times the FLOPs"
-        )
-    else:
-        lines.append("half the parameters do not reach the same loss on any number of tokens")
     return "\n".join(lines)
-
-
-def _saves_lines(size: str, saved: dict[str, Any], steps: int) -> list[str]:
-    """Lines on the size of a checkpoint, and how often to save. `saved`: of `_checkpoint`."""
-    failures = _rounded(saved["expected_failures"])
-    if saved["best_interval_steps"] >= steps:
-        return [f"{size}; a save at the end costs least: {failures} failures are expected in this run"]
-    rate = " (the rate of Llama 3 405B)" * saved["is_usual_rate"]
-    lost = f"{saved['lost_share']:.2%}" if saved["lost_share"] >= 0.0001 else "less than 0.01%"
-    return [
-        f"{size}; with a failure every {span(saved['hours_between_failures'])}{rate}, a save every "
-        f"{saved['best_interval_steps']:,} steps costs least, if storage keeps up",
-        f"saves and steps repeated after failures: {lost} of the time; expected in this run: "
-        f"{failures} failures, whose restarts are not counted",
-    ]
 
 
 def _rounded(number: float) -> str:

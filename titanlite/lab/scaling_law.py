@@ -61,6 +61,11 @@ class Law(NamedTuple):
         return np.asarray(6 * tokens * (ratio * tokens**self.beta) ** (1 / self.alpha))
 
 
+# The refit of Hoffmann et al. 2022 by Besiroglu et al. 2024 (arXiv 2404.10102). Only differences of losses
+# carry over to other data and tokenizers.
+CHINCHILLA = Law(*(np.array([constant]) for constant in (1.8172, 482.01, 0.3478, 2085.43, 0.3658)))
+
+
 class FittedLaw(NamedTuple):
     """A law fitted to runs. `law`: of one entry. `replicas`: the laws of the bootstrap. `noise`: the standard
     deviation of the runs' relative residuals. `noises`: a draw of a new run's residual for each replica."""

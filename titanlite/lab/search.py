@@ -20,13 +20,13 @@ from titanlite.job import Job, load_job
 from titanlite.lab.axes import Axis, take_axes
 from titanlite.lab.halving import (
     SPREADS,
-    Optimum,
+    Parabola,
     Rung,
     Trial,
+    fit_parabola,
     grid,
     halve,
     neighbours,
-    optimum,
     rungs,
     survivors,
     ties,
@@ -231,18 +231,18 @@ def _conclusions(search: Search, losses: dict[Trial, float], noise: float | None
         lines += [f"not to be told from the best: {names}"] if equal else []
     for i, axis in enumerate(search.axes):
         if axis.is_range:
-            lines.append(_optimum_line(i, axis, best, losses, noise))
+            lines.append(_best_value_line(i, axis, best, losses, noise))
     return lines
 
 
-def _optimum_line(i: int, axis: Axis, best: Trial, losses: dict[Trial, float], noise: float | None) -> str:
+def _best_value_line(i: int, axis: Axis, best: Trial, losses: dict[Trial, float], noise: float | None) -> str:
     """Where the best value of a range lies, with the best values of all other axes."""
     if best[i] in (axis.values[0], axis.values[-1]):
         end = "low" if best[i] == axis.values[0] else "high"
         return f"{axis.key}: the best value is at the {end} end of the range; widen it"
     line = {t[i]: loss for t, loss in losses.items() if t[:i] + t[i + 1 :] == best[:i] + best[i + 1 :]}
     finite = {float(value): loss for value, loss in line.items() if math.isfinite(loss)}
-    fit = optimum(finite, noise)
+    fit = fit_parabola(finite, noise)
     if fit is None:
         return f"{axis.key}: no parabola: the best value is not between two others that trained as long"
     text = f"a parabola through the best and the two beside it has its minimum at {fit.value:.3g}"
@@ -250,7 +250,7 @@ def _optimum_line(i: int, axis: Axis, best: Trial, losses: dict[Trial, float], n
     return f"{axis.key}: {text}: {fit.loss:.4f}{between}"
 
 
-def _between(fit: Optimum, tried: Sequence[float]) -> str:
+def _between(fit: Parabola, tried: Sequence[float]) -> str:
     """The interval of an optimum, as far as it lies between the values that the parabola goes through."""
     if fit.low is None or fit.high is None:
         return ""

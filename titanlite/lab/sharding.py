@@ -92,7 +92,7 @@ class Parameter(NamedTuple):
             -(-size // degrees.tp) if dim == self.sharded_dim else size for dim, size in enumerate(self.shape)
         ]
         num_shards = degrees.dp_shard * degrees.cp
-        if self.is_expert and parallelism.shards_experts_apart:
+        if self.is_expert and parallelism.has_expert_axes:
             shape[0] //= parallelism.expert_parallel_degree
             num_shards = num_shards * degrees.tp // parallelism.expert_parallel_degree
             if shape[0] % num_shards:  # FSDP shards the rows of the experts, in equal parts

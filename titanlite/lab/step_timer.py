@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 import torch
 
-from titanlite.lab.coordinate_check import Trial
+from titanlite.lab.coordinate_check import SmallRun
 from titanlite.mesh import ALONE
 from titanlite.models.base import Decoder
 from titanlite.optim.base import Optimizer, guarded_step, set_lr
 from titanlite.optim.ema import EMA, WeightAverage
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import Clipper, grad_norms
+from titanlite.parallel.settings import ParallelSettings
 
 WARM_UP, ROUNDS = 3, 5
 ROUND_S, MAX_STEPS = 0.3, 20  # of a round
@@ -21,7 +22,7 @@ SLOW_S = 4.0  # seconds of a step from which on one step is measured, after one 
 
 
 def time_steps(
-    net: Decoder, trial: Trial, settings: ParallelSettings, optimizer: Optimizer, ema: EMA
+    net: Decoder, trial: SmallRun, settings: ParallelSettings, optimizer: Optimizer, ema: EMA
 ) -> tuple[float, float]:
     """Seconds of a micro-batch's forward and backward, and of the optimizer with clipping: those of the
     fastest of several rounds, because whatever else runs on the machine only adds time. One step takes all

@@ -36,7 +36,7 @@ from titanlite.lab import width as rules
 from titanlite.lab.coordinate_check import (
     Size,
     Slopes,
-    Trial,
+    SmallRun,
     averaged,
     largest_slope,
     measure,
@@ -87,7 +87,7 @@ def coordinate_check(job: Job, options: Namespace) -> int:
     with Progress(total=total, desc="coordinate check", unit="step", delay=2, leave=False) as progress:
         for seed in seeds:
             batches = random_batches(options.steps, BATCH, num_ids, seed)
-            trial = Trial(job.loss, job.training, batches, seed, device, job.moe)
+            trial = SmallRun(job.loss, job.training, batches, seed, device, job.moe)
             for width, (model, optimizer) in runs.items():
                 sizes[width].append(measure(model, optimizer, trial, progress.update))
     mean = {width: averaged(measured) for width, measured in sizes.items()}

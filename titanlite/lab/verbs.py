@@ -12,7 +12,7 @@ from titanlite.config.amount import SUFFIXES, Amount
 from titanlite.config.component import ConfigError
 from titanlite.config.shipped import find_config
 from titanlite.lab.axes import take_axes
-from titanlite.options import Options, add_allow_imports, parse_number, parse_price
+from titanlite.options import Options, add_allow_imports, parse_price
 from titanlite.tools.verbs import shown_config
 
 # Options of `titanlite tune` for other work than a search.
@@ -63,7 +63,6 @@ def add_plan(options: Options) -> None:
     )
     add("--gpus-per-node", type=int, metavar="N", help="GPUs of one machine (8)")
     add("--price", type=parse_price, metavar="PRICE", help="of a GPU hour; adds what the run costs")
-    add("--mtbf", type=parse_hours, metavar="HOURS", help="mean time between failures of the whole job")
     tokens = "tokens to train on, such as 160B, instead of training.steps"
     add("--tokens", type=parse_tokens, metavar="AMOUNT", help=tokens)
     add("--top", type=int, default=0, help="also list this many layouts of the same GPUs that fit (0)")
@@ -71,7 +70,6 @@ def add_plan(options: Options) -> None:
     add("--fit", type=Path, nargs="+", metavar="RUN", help=runs)
     add("--flops", type=parse_flops, help="with --fit: FLOPs to find the compute-optimal run for")
     add("--json", action="store_true", help="print the plan as JSON")
-    add("--svg", type=Path, metavar="FILE", help="write a picture of a rank's memory over a step to FILE")
     add_allow_imports(options)
 
 
@@ -131,16 +129,6 @@ def parse_tokens(text: str) -> str:
     return text
 
 
-def parse_hours(text: str) -> float:
-    """Return `36.5` as a number above 0. Raises ArgumentTypeError."""
-    hours = parse_number(text)
-    if not hours:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of hours such as 36.5, above 0 and below 1e12"
-        )
-    return hours
-
-
 def tune_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of `titanlite tune` and the overrides, among them the ranges of a search. Raises
     ConfigError."""
@@ -186,7 +174,7 @@ def plan_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ConfigError("command line, --flops: it needs the runs of a law; see --fit")
     if no_config:
         options.config = None
-        given = [key for key in ("gpus", "price", "mtbf", "top", "svg", "measured") if getattr(options, key)]
+        given = [key for key in ("gpus", "price", "top", "measured") if getattr(options, key)]
         if words := [*overrides, *(f"--{key}" for key in given)]:
             raise ConfigError(
                 f"{words[0]} needs a CONFIG, which comes first: titanlite plan CONFIG --fit RUN ..."

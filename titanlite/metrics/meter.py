@@ -23,18 +23,15 @@ from titanlite.metrics.sinks.base import RunInfo, Sink, Sinks
 from titanlite.metrics.sinks.console import Console
 from titanlite.metrics.sinks.events import EventLog
 from titanlite.metrics.sinks.jsonl import JsonLines, Tables
-from titanlite.metrics.sinks.mlflow import MLflow  # noqa: F401 -- registers the sink
 from titanlite.metrics.sinks.samples import Samples
 from titanlite.metrics.sinks.tensorboard import TensorBoard
-from titanlite.metrics.sinks.trackio import Trackio  # noqa: F401 -- registers the sink
-from titanlite.metrics.sinks.wandb import WandB
 from titanlite.step_clock import StepClock
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
     """Which metrics are reported, where and how often. The console, metrics.jsonl, events.jsonl and
-    samples.txt always get them; `[[metrics.sinks]]` tables add more sinks. Naming a sink twice is an error.
+    samples.txt always get them; `[[metrics.sinks]]` tables name more sinks, each at most once.
     `[[metrics.extra]]` tables add metrics from outside the package.
     """
 
@@ -48,14 +45,11 @@ class Metrics:
     """Steps between probes: an additional forward of the first micro-batch that measures the residual stream,
     attention and dead MLP units of each block, into metrics and probe.jsonl. The first and the last step of
     the run have one, too; 0: none."""
-    enable_tensorboard: bool = True
-    """Write TensorBoard files to <dump_folder>/tb, like `[[metrics.sinks]]` with name = "tensorboard"."""
-    enable_wandb: bool = False
-    """Send the run to Weights & Biases, like `[[metrics.sinks]]` with name = "wandb"."""
     extra: list[Metric] = field(default_factory=list)
     """Metrics from outside the package, one `[[metrics.extra]]` table each, measured in every report."""
-    sinks: list[Sink] = field(default_factory=list)
-    """Sinks beside the console, metrics.jsonl, events.jsonl and samples.txt."""
+    sinks: list[Sink] = field(default_factory=lambda: [TensorBoard()])
+    """Sinks beside the console, metrics.jsonl, events.jsonl and samples.txt: one `[[metrics.sinks]]` table
+    each, which replace the default, TensorBoard; `sinks = []`: none."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "log_freq")
@@ -64,12 +58,6 @@ class Metrics:
         for i, name in enumerate(names):
             if name in names[:i]:
                 raise ConfigError(f"{name!r} is named twice", f"sinks.{i}.name")
-            if name in [sink.name for sink in self._short_forms()]:
-                raise ConfigError(
-                    f"{name!r} is also on by metrics.enable_{name}; set that to false, or leave this "
-                    "table out",
-                    f"sinks.{i}.name",
-                )
 
     def is_due(self, step: int, last_step: int) -> bool:
         """Whether `step` has a report, whatever happens in it."""
@@ -84,14 +72,6 @@ class Metrics:
         """Whether `step` has a probe."""
         return _is_due(self.probe_freq, step, last_step)
 
-    def all_sinks(self) -> list[Sink]:
-        """The sinks that the keys of this section add."""
-        return [*self._short_forms(), *self.sinks]
-
-    def _short_forms(self) -> list[Sink]:
-        tensorboard = [TensorBoard()] if self.enable_tensorboard else []
-        return [*tensorboard, *([WandB()] if self.enable_wandb else [])]
-
     def open_sinks(self, run: RunInfo) -> Sinks:
         """All sinks of a run; for rank 0. Raises ConfigError for one that cannot work as it is set."""
         sinks = Sinks(
@@ -103,7 +83,7 @@ class Metrics:
                 "samples.txt": Samples(run.folder / "samples.txt", run.resumed_step),
             }
         )
-        for sink in self.all_sinks():
+        for sink in self.sinks:
             sinks.add(sink, run)
         return sinks
 

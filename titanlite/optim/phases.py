@@ -93,7 +93,7 @@ class ThreePhases(LRScheduler):
             resolved = replace(self, warmup_steps=-1).warmup(training_steps)
             raise ConfigError(
                 f"{self.warmup_steps} steps of warmup need a schedule of more than {total} steps; set "
-                f"--lr_scheduler.warmup_steps={resolved}, or -1, which means {resolved} here",
+                f"warmup_steps = {resolved}, or -1, which means {resolved} here",
                 "lr_scheduler.warmup_steps",
             )
         if self.decay_start >= 0 and not warmup <= self.decay_start < total:

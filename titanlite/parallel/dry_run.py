@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from titanlite.losses import Loss
 from titanlite.mesh import build_mesh, local_shard
 from titanlite.models.base import Decoder
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
 from titanlite.parallel.pipeline_parallel import split_into_stages, stages_of_rank
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallelism import Degrees
 from titanlite.torch_compat import fake_process_group
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.log import logger
 from titanlite.models.base import Decoder
-from titanlite.parallel.torch_compat import float8_input_cast, float8_rowwise_parallel, is_float8_linear
+from titanlite.torch_compat import float8_input_cast, float8_rowwise_parallel, is_float8_linear
 
 MULTIPLE = 16  # the hardware needs matrices whose dims are multiples of this
 

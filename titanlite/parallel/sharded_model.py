@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from titanlite.attention.base import AttentionBackend
 from titanlite.attention.context_parallel import SequenceSharding
-from titanlite.attention.sdpa import SDPA
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch
-from titanlite.losses import IGNORE, WHOLE_VOCABULARY, LossFunction, VocabularyShard, score_targets
-from titanlite.mesh import ALONE, Mesh
+from titanlite.losses import IGNORE, WHOLE_VOCABULARY, Loss, VocabularyShard, score_targets
+from titanlite.mesh import Mesh
 from titanlite.models.base import Decoder, HeadFn, Inputs, is_adapter, logits
 from titanlite.models.lora import initial_bound
 from titanlite.parallel.cuda_graphs import CudaGraphs, MicroBatchLosses
@@ -24,37 +23,14 @@ from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.fsdp import reshard, sync_gradients
 from titanlite.parallel.initialize import fill_normal, fill_uniform
 from titanlite.parallel.pipeline_parallel import Pipeline
-from titanlite.parallel.probe import NUM_QUERIES, BlockRecorder, BlockStatistics, mlp_units, state_unchanged
+from titanlite.parallel.probe import NUM_QUERIES, BlockRecorder, BlockStatistics, state_unchanged
+from titanlite.parallel.settings import ParallelSettings
+from titanlite.parallel.tensor_parallel import gather_for_loss, gather_logits, vocabulary_shard
 from titanlite.step_clock import StepClock
 
-
-@dataclass(frozen=True, kw_only=True)
-class ExecutionSettings:
-    """The settings of ShardedModel that are not in the transformed modules.
-
-    `auxiliary_losses`: names of the auxiliary losses that the loss returns. `mlp_units`: the result of
-    `mlp_units` for the whole model; None: the model is not sharded. `pipeline`: None without pipeline
-    parallel. `vocabulary`: this rank's shard of the vocabulary. `gather_for_loss`: makes the hidden states of
-    all tokens and this rank's rows of the head's weight from the arguments of head_fn, under tensor parallel.
-    `head_fn_for_logits`: the head_fn that returns the logits of the whole vocabulary.
-    `reduce_every_micro_batch`: reduce gradients after each micro-batch, not once per step. `gathers_float8`:
-    FSDP gathers weights in float8. `cpu_offload`: weights stay in host memory. `expert_loads`: counts and
-    balances the loads of experts; None: nobody does. `cuda_graphs`: the key compile.cuda_graphs. `clock`:
-    measures the phases of the steps."""
-
-    mesh: Mesh = ALONE
-    auxiliary_losses: tuple[str, ...] = ()
-    mlp_units: Mapping[str, int] | None = None
-    pipeline: Pipeline | None = None
-    vocabulary: VocabularyShard = WHOLE_VOCABULARY
-    gather_for_loss: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
-    head_fn_for_logits: HeadFn = logits
-    reduce_every_micro_batch: bool = False
-    gathers_float8: bool = False
-    cpu_offload: bool = False
-    expert_loads: ExpertLoads | None = None
-    cuda_graphs: bool = False
-    clock: StepClock = field(default_factory=lambda: StepClock(torch.device("cpu")))
+# Makes the hidden states of all tokens and this rank's rows of the head's weight from the arguments of
+# head_fn, under tensor parallel.
+GatherForLoss = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class LossObserver(Protocol):
@@ -75,24 +51,39 @@ class LossObserver(Protocol):
 
 
 class ShardedModel:
-    """A model on any layout. `net`: this rank's stages and shards, with the parameter names of the whole
-    model. `attention`: makes the attention object of each micro-batch; default: SDPA."""
+    """A model on any layout, made by `parallelize`. `net`: this rank's stages and shards, with the parameter
+    names of the whole model. `expert_loads`: counts and balances the loads of experts."""
 
     def __init__(
         self,
         net: Decoder,
-        loss: LossFunction,
-        attention: AttentionBackend | None = None,
-        settings: ExecutionSettings | None = None,
+        loss: Loss,
+        mesh: Mesh,
+        settings: ParallelSettings,
+        *,
+        pipeline: Pipeline | None,
+        expert_loads: ExpertLoads,
+        mlp_units: Mapping[str, int],
     ):
-        self.net, self.loss = net, loss
-        self.attention = SDPA() if attention is None else attention
-        self.settings = ExecutionSettings() if settings is None else settings
-        self.mesh, self.pipeline = self.settings.mesh, self.settings.pipeline
+        """`pipeline`: None without pipeline parallel. `mlp_units`: the result of `mlp_units` for the whole
+        model."""
+        self.net, self.mesh, self.settings = net, mesh, settings
+        self.pipeline, self.expert_loads, self._mlp_units = pipeline, expert_loads, mlp_units
+        self.attention, self.clock = settings.attention, settings.clock
+        self._vocabulary = WHOLE_VOCABULARY
+        self._head_fn_for_logits: HeadFn = logits
+        self._gather_for_loss: GatherForLoss | None = None
+        if mesh.degrees.tp > 1:
+            self._vocabulary = vocabulary_shard(net.vocab_size, mesh.tp)
+            self._head_fn_for_logits = gather_logits(mesh.tp)
+            self._gather_for_loss = partial(gather_for_loss, mesh=mesh.tp)
+        self.loss = loss.build(settings.compile.loss_backend, self._vocabulary)
         self.auxiliary_losses: dict[str, torch.Tensor] = {}
+        self._names_of_loss = loss.auxiliary_losses
         self._auxiliary_sums: list[torch.Tensor] = []  # of the loss's auxiliary losses, per micro-batch
-        self.sharding = SequenceSharding(self.mesh.cp) if self.mesh.degrees.cp > 1 else None
-        self._graphs = CudaGraphs(net, self._micro_batch) if self.settings.cuda_graphs else None
+        self._gathers_float8 = settings.float8.gathers_float8 and mesh.device_mesh is not None
+        self.sharding = SequenceSharding(mesh.cp) if mesh.degrees.cp > 1 else None
+        self._graphs = CudaGraphs(net, self._micro_batch) if settings.compile.cuda_graphs else None
 
     def materialize(self, device: torch.device, seed: int) -> None:
         """Allocate parameters and buffers, which are on the meta device, and set their initial values."""
@@ -118,8 +109,7 @@ class ShardedModel:
                 continue
             mean, std = self.net.init_normal(name)
             fill_normal(parameter, name, mean, std, seed, device)
-        if self.settings.expert_loads is not None:
-            self.settings.expert_loads.enable(self.net)
+        self.expert_loads.enable(self.net)
 
     def forward_backward(
         self,
@@ -135,9 +125,8 @@ class ShardedModel:
         `num_targets`: number of targets that count, over all ranks and micro-batches. Gradients are reduced
         in the last backward, or in every backward. `observer`: looks at the inputs of the loss."""
         self._auxiliary_sums = []
-        if self.settings.expert_loads is not None:
-            self.settings.expert_loads.begin_step(micro_batches)
-        clock = self.settings.clock
+        self.expert_loads.begin_step(micro_batches)
+        clock = self.clock
         if self.pipeline is not None:
             clock.enter("forward_backward")
             inputs = [self.model_inputs(batch, observer) for batch in micro_batches]
@@ -154,14 +143,15 @@ class ShardedModel:
                 losses = graphs.forward_backward(batch, num_targets, is_first=i == 0)
             else:
                 is_last = i == len(micro_batches) - 1
-                sync_gradients(self.net, self.settings.reduce_every_micro_batch or is_last)
+                sync_gradients(self.net, self.settings.reduces_every_micro_batch or is_last)
                 losses = self._micro_batch(batch, num_targets, observer, clock)
             total += losses.tokens
             for name, value in losses.auxiliary.items():
                 auxiliary[name] = auxiliary.get(name, 0.0) + value
             if losses.of_loss is not None:
                 self._auxiliary_sums.append(losses.of_loss)
-        if both := auxiliary.keys() & set(self.settings.auxiliary_losses):
+        is_first_step = not self.auxiliary_losses
+        if is_first_step and (both := auxiliary.keys() & set(self._names_of_loss)):
             raise ConfigError(f"loss and model both have an auxiliary loss {min(both)!r}", "loss.name")
         self.auxiliary_losses = auxiliary | self._auxiliary_losses_of_loss(num_targets)
         return self._counted_once(total)
@@ -185,21 +175,20 @@ class ShardedModel:
         if clock is not None:
             clock.enter("backward")
         loss.backward()
-        of_loss = self._auxiliary_sums.pop() if self.settings.auxiliary_losses else None
+        of_loss = self._auxiliary_sums.pop() if self._names_of_loss else None
         return MicroBatchLosses(tokens, auxiliary, of_loss)
 
     def weights_changed(self) -> None:
         """Update values that are derived from the weights. Call it after loading a checkpoint; `after_step`
         calls it after each step. Collective."""
-        if self.settings.gathers_float8:
+        if self._gathers_float8:
             precompute_scales(self.net)
 
     def after_step(self, applied: torch.Tensor) -> None:
         """Update the model after a step of the optimizer. `applied`: bool scalar, False if the step was
         skipped. Collective."""
         self.net.after_step(applied)
-        if self.settings.expert_loads is not None:
-            self.settings.expert_loads.after_step(applied)
+        self.expert_loads.after_step(applied)
         self.weights_changed()
 
     @torch.no_grad()
@@ -213,7 +202,7 @@ class ShardedModel:
     def _auxiliary_losses_of_loss(self, num_targets: torch.Tensor) -> dict[str, torch.Tensor]:
         """This rank's summands of the loss's auxiliary losses: zero on ranks without the last pipeline stage,
         so that all ranks have the same names."""
-        if not (names := self.settings.auxiliary_losses):
+        if not (names := self._names_of_loss):
             return {}
         sums = sum(self._auxiliary_sums, torch.zeros(len(names), device=num_targets.device))
         return dict(zip(names, self._counted_once(sums / num_targets.clamp(min=1))))
@@ -242,16 +231,15 @@ class ShardedModel:
                 positions = self._local_positions(tokens)
 
         def head_fn(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-            if self.settings.gather_for_loss is not None:
-                hidden_BTD, weight_VD = self.settings.gather_for_loss(hidden_BTD, weight_VD)
+            if self._gather_for_loss is not None:
+                hidden_BTD, weight_VD = self._gather_for_loss(hidden_BTD, weight_VD)
             if observer is not None:
-                clock, vocabulary = self.settings.clock, self.settings.vocabulary
-                clock.enter("statistics")
-                positions_T = self._local_positions(batch.inputs)
-                observer.observe(hidden_BTD, weight_VD, targets, positions_T, batch.source_ids, vocabulary)
-                clock.enter("forward" if self.pipeline is None else "forward_backward")
+                self.clock.enter("statistics")
+                positions_T, ids = self._local_positions(batch.inputs), batch.source_ids
+                observer.observe(hidden_BTD, weight_VD, targets, positions_T, ids, self._vocabulary)
+                self.clock.enter("forward" if self.pipeline is None else "forward_backward")
             loss = self.loss(hidden_BTD, weight_VD, targets)
-            if not self.settings.auxiliary_losses:
+            if not self._names_of_loss:
                 return loss
             if torch.is_grad_enabled():  # not in validation
                 self._auxiliary_sums.append(loss[1:].detach())
@@ -259,9 +247,10 @@ class ShardedModel:
 
         return Inputs(tokens, positions, attention, head_fn)
 
-    def _local_positions(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """The position in the sequence of each of this rank's tokens, int64 [T]."""
-        length, device = tokens_BT.shape[1], tokens_BT.device
+    def _local_positions(self, tokens_BT: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+        """The position in the sequence of each of this rank's tokens, int64 [T]. `device`: default: the
+        device of the tokens."""
+        length, device = tokens_BT.shape[1], device or tokens_BT.device
         if self.sharding is None:
             return torch.arange(length, device=device)
         return self.sharding.local_positions(length, device)
@@ -282,7 +271,7 @@ class ShardedModel:
                 attention = self.attention.for_context_parallel(self.sharding, tokens, whole)
                 positions = self.sharding.local_positions(padded, tokens.device)
                 tokens = tokens[:, positions]
-            logits = self._forward(Inputs(tokens, positions, attention, self.settings.head_fn_for_logits))
+            logits = self._forward(Inputs(tokens, positions, attention, self._head_fn_for_logits))
             if self.pipeline is not None:
                 shape = (*tokens.shape, self.net.vocab_size)
                 logits = self.pipeline.broadcast_from_last(logits, shape, tokens.device)
@@ -312,9 +301,9 @@ class ShardedModel:
             batch = replace(batch, positions=whole.expand(len(batch.inputs), -1))
 
         def head_fn(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-            if self.settings.gather_for_loss is not None:
-                hidden_BTD, weight_VD = self.settings.gather_for_loss(hidden_BTD, weight_VD)
-            return score_targets(hidden_BTD, weight_VD, targets, vocab_size, self.settings.vocabulary)
+            if self._gather_for_loss is not None:
+                hidden_BTD, weight_VD = self._gather_for_loss(hidden_BTD, weight_VD)
+            return score_targets(hidden_BTD, weight_VD, targets, vocab_size, self._vocabulary)
 
         with torch.compiler.set_stance("force_eager"):  # requests have many lengths: avoid a graph per length
             scores = self._forward(self.model_inputs(batch)._replace(head_fn=head_fn))
@@ -328,8 +317,7 @@ class ShardedModel:
         data-parallel rank. Runs without torch.compile and changes no state. Waits for the device. Collective
         over all ranks."""
         inputs, device = self.model_inputs(batch), batch.inputs.device
-        units = mlp_units(self.net) if self.settings.mlp_units is None else self.settings.mlp_units
-        recorder = BlockRecorder(self.net, units, self.mesh, device)
+        recorder = BlockRecorder(self.net, self._mlp_units, self.mesh, device)
         attention = recorder.attention(inputs.attention, self._last_queries(batch).to(device))
         inputs = inputs._replace(attention=attention, head_fn=lambda hidden, weight: hidden.new_zeros(()))
         with state_unchanged(self.net, device), torch.compiler.set_stance("force_eager"), recorder.hooks():
@@ -340,9 +328,5 @@ class ShardedModel:
     def _last_queries(self, batch: Batch) -> torch.Tensor:
         """The indices of the last NUM_QUERIES tokens of each sequence among this rank's tokens of it; int64,
         on the host."""
-        length, host = batch.inputs.shape[1], torch.device("cpu")
-        if self.sharding is None:
-            positions = torch.arange(length)
-        else:
-            positions = self.sharding.local_positions(length, host)
-        return (positions >= length - NUM_QUERIES).nonzero().flatten()
+        positions = self._local_positions(batch.inputs, torch.device("cpu"))
+        return (positions >= batch.inputs.shape[1] - NUM_QUERIES).nonzero().flatten()

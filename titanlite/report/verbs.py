@@ -37,7 +37,7 @@ VERBS = {
     "compare": Verb("titanlite.report.compare", "compare runs on the terminal", options=add_compare),
     "report": Verb("titanlite.report.page", "write an HTML report on runs", options=add_report),
     "metrics": Verb(
-        "titanlite.tools.metrics",
+        "titanlite.report.trackers.push",
         "send the metrics of a run to experiment trackers",
         table="job",
         config_of=_metrics_config,

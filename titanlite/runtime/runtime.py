@@ -11,7 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.config.component import ConfigError
 from titanlite.host_copy import HostCopy
 from titanlite.log import set_up_logging
 from titanlite.mesh import Mesh, build_mesh
@@ -113,29 +112,6 @@ class Runtime:
         own = torch.cuda.get_device_properties(self.device).total_memory
         return int(min(size for (size,) in self.gather_floats([own])))
 
-    @contextmanager
-    def rank_zero_first(self) -> Iterator[None]:
-        """Run the body on rank 0 before the other ranks, which then find the files that rank 0 has written.
-        An error of rank 0 with an exit code is raised on every rank."""
-        error: list[Any] = [None]
-        if self.world_size > 1 and self.rank > 0:
-            dist.broadcast_object_list(error, src=0)
-            if error[0] is not None:
-                raise error[0]
-        try:
-            yield
-        except BaseException as e:
-            if isinstance(e, Exception):
-                error = [
-                    e
-                    if isinstance(e, (ConfigError, OSError)) or hasattr(e, "exit_code")
-                    else RuntimeError(f"rank 0: {type(e).__name__}: {e}")
-                ]
-            with suppress(RuntimeError):  # the other ranks may have been stopped as well
-                self._tell(error)
-            raise
-        self._tell(error)
-
     def note_error(self, error: BaseException) -> None:
         """Tell the launcher which error ends this rank, and in which collectives the rank was."""
         if self.world_size > 1:
@@ -143,11 +119,6 @@ class Runtime:
             hang.write_flight_record(notes_folder(), self.rank, gloo_flight_record(), ranks)
         if isinstance(error, (Exception, SystemExit)):
             process.write_error_note(process.error_note(self.rank), error)
-
-    def _tell(self, error: list[Any]) -> None:
-        """Send `error` from rank 0 to all other ranks."""
-        if self.world_size > 1 and self.rank == 0:
-            dist.broadcast_object_list(error, src=0)
 
     def synchronize(self) -> None:
         """Wait for the work on the device's current stream, for measuring time. Copies on other streams

@@ -41,7 +41,8 @@ MARKS = re.compile(f"([{BEGIN}{END}])")
 # letters without case that Python and JSON print as they are.
 STAND_INS = range(0x13000, 0x13430)
 VERSION = 4  # increase it when a change of the code changes the text or the tokens of a conversation
-ROLES = ("system", "developer", "user", "assistant", "tool")
+OTHER_ROLES = ("system", "developer", "user", "tool")
+ROLES = (*OTHER_ROLES, "assistant")
 PUNCTUATION = r"[^\w\s]"
 PROBE = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant")]
 _Spans: TypeAlias = tuple[tuple[int, int], ...]
@@ -91,7 +92,7 @@ class ChatFormat:
             self._rendered([PROBE[1:], None], add_generation_prompt=False)
         except ValueError:  # a template for other conversations, whose marks render() checks
             return
-        self._check_marks(PROBE[1:], None)
+        self._trained(PROBE[1:], None, (), ())
 
     @property
     def fingerprint(self) -> str:
@@ -119,14 +120,12 @@ class ChatFormat:
         self._check_fields(messages, tools, read)
         if not add_generation_prompt:
             check_answers(messages, skipped)
-            if skipped:
-                spans = self._trained(messages, tools, skipped, spans)
+            spans = self._trained(messages, tools, skipped, spans)
             if all(begin == end for begin, end in spans):
                 raise ValueError(
                     "a conversation without text of the assistant, or without any whose weight is 1, has no "
                     "token to train on"
                 )
-            self._check_marks(messages, tools)
         return RenderedChat(text, spans, self._written(text, conversation, add_generation_prompt))
 
     def _rendered(self, conversation: Any, add_generation_prompt: bool) -> _Rendered:
@@ -173,64 +172,48 @@ class ChatFormat:
             )
 
     def _trained(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, skipped: Container[int], spans: _Spans
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, skipped: Collection[int], spans: _Spans
     ) -> _Spans:
-        """Return the ranges of characters in `spans` that do not belong to the messages `skipped`.
+        """Return the ranges of characters in `spans` that are trained on: all but those of the messages
+        `skipped`.
 
-        The conversation is rendered again with a character in the assistant's contents that tells these
-        messages from the others. Raises ValueError if a range has both or neither."""
-        yes, no = _stand_ins(2, [list(messages), tools])
-        marks = [no if i in skipped else yes for i in range(len(messages))]
-        for before in (False, True):
-            marked = [
-                message | {"content": mark + content if before else content + mark}
-                if message.get("role") == "assistant"
-                and isinstance(content := message.get("content", ""), str)
+        The conversation is rendered again with a character at both ends of the contents, or at one end if the
+        template refuses that because it looks for a text at the other. The character tells the assistant's
+        messages from others, and trained ones from skipped ones. Raises ValueError if the template marks the
+        content of another role, or if a range has both trained and skipped messages, or neither, or if that
+        cannot be seen."""
+        other, yes, no = _stand_ins(3, [list(messages), tools])
+        tags = [other if message.get("role") in OTHER_ROLES else "" for message in messages]
+        if skipped:
+            own = [message.get("role") == "assistant" for message in messages]
+            tags = [(no if i in skipped else yes) if own[i] else tag for i, tag in enumerate(tags)]
+        for before, after in ((True, True), (False, True), (True, False)):
+            tagged = [
+                {**message, "content": tag * before + content + tag * after}
+                if tag and isinstance(content := message.get("content", None if tag == other else ""), str)
                 else message
-                for message, mark in zip(map(dict, messages), marks)
-            ]
-            with suppress(ValueError):  # the template looks for other texts
-                text, others, _ = self._rendered([marked, tools], add_generation_prompt=False)
-                kinds = [{yes, no} & set(text[begin:end]) for begin, end in others]
-                is_clear = all(len(kind) == 1 or begin == end for kind, (begin, end) in zip(kinds, others))
-                if is_clear and len(others) == len(spans):
-                    return tuple(span for span, kind in zip(spans, kinds) if no not in kind)
-        raise ValueError(
-            f"{self.name} does not show which texts belong to the messages that are not trained on: put each "
-            "message into a generation block of its own"
-        )
-
-    def _check_marks(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
-        """Raise ValueError if the template marks the content of a message as the assistant's whose role is
-        another one, or if that cannot be seen.
-
-        The conversation is rendered again with another text for such contents, which then may not be in a
-        marked range. A template may look for a text at the beginning or the end: if it refuses the other
-        text, that is put behind the content, and then before it."""
-        (unused,) = _stand_ins(1, [list(messages), tools])
-        others = [role for role in ROLES if role != "assistant"]
-        changes: list[Callable[[str], str]] = [
-            lambda content: unused * len(content),
-            lambda content: content + unused,
-            lambda content: unused + content,
-        ]
-        for change in changes:
-            replaced = [
-                {**message, "content": change(message["content"])}
-                if message.get("role") in others and isinstance(message.get("content"), str)
-                else message
-                for message in messages
+                for message, tag in zip(messages, tags)
             ]
             try:
-                text, spans, _ = self._rendered([replaced, tools], add_generation_prompt=False)
+                text, ranges, _ = self._rendered([tagged, tools], add_generation_prompt=False)
             except ValueError:  # the template looks for other texts
                 continue
-            if any(unused in text[begin:end] for begin, end in spans):
+            kinds = [{other, yes, no} & set(text[begin:end]) for begin, end in ranges]
+            if any(other in kind for kind in kinds):
                 raise ValueError(
                     f"{self.name} marks messages of other roles as the assistant's: put `{{% generation %}}` "
                     "and `{% endgeneration %}` around no more than what the assistant writes"
                 )
-            return
+            if not skipped:
+                return spans
+            is_clear = all(len(kind) == 1 or begin == end for kind, (begin, end) in zip(kinds, ranges))
+            if is_clear and len(ranges) == len(spans):
+                return tuple(span for span, kind in zip(spans, kinds) if no not in kind)
+        if skipped:
+            raise ValueError(
+                f"{self.name} does not show which texts belong to the messages that are not trained on: put "
+                "each message into its own generation block"
+            )
         raise ValueError(
             f"{self.name} accepts only certain texts of other roles than the assistant, so that it cannot be "
             "seen whether it marks them as the assistant's: let it accept any text"

@@ -12,7 +12,7 @@ from typing import Any
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import gib
-from titanlite.checkpoint.resume import checkpoints_below
+from titanlite.checkpoint.find import checkpoints_below
 from titanlite.checkpoint.state import listed, read_train
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import ALLOW_IMPORTS
@@ -78,8 +78,8 @@ def _steps(text: str) -> list[int]:
 
 
 def _chosen(path: Path, last: int | None, steps: list[int] | None) -> list[tuple[int, Path]]:
-    """(step, path) of the checkpoints to average, oldest first: the `last` newest of a run, or those of
-    `steps`. Raises ConfigError unless these are at least two that exist."""
+    """(step, path) of the checkpoints to average, oldest first: the `last` newest of a run, or the
+    checkpoints of `steps`. Raises ConfigError unless these are at least two that exist."""
     if (last is None) == (steps is None):
         raise ConfigError("give --last=N, or --steps=A,B,...; see `titanlite checkpoint --help`")
     checkpoints = dict(checkpoints_below(path))
@@ -126,5 +126,4 @@ def _parameters(weights: Weights, job: Job) -> set[str]:
 
 def _file_bytes(checkpoint: Weights) -> int:
     """The size of all files of a checkpoint."""
-    digests = commit.digests(commit.read_manifest(checkpoint.path))
-    return sum(digest.size for digest in digests.values())
+    return commit.total_size(commit.read_manifest(checkpoint.path))

@@ -22,16 +22,17 @@ of the newest checkpoint.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.digest import first_fault, gib
+from titanlite.checkpoint.find import checkpoints_below, find_checkpoint
 from titanlite.checkpoint.reader import read_metadata
-from titanlite.checkpoint.resume import checkpoints_below, find_checkpoint, small_files
 from titanlite.checkpoint.run_identity import flatten
-from titanlite.checkpoint.state import AVERAGED_FROM, TRAIN, read_train
+from titanlite.checkpoint.state import AVERAGED_FROM, TRAIN
 from titanlite.config.component import ConfigError, suggest
 from titanlite.interop.dcp import non_finite_in
 
@@ -59,20 +60,24 @@ def main(argv: Sequence[str]) -> int:
 
 def _list(paths: list[Path]) -> int:
     checkpoints = checkpoints_below(paths[0])
-    folder = checkpoints[0][1].parent
-    faults = {path: commit.fault(path, step) for step, path in checkpoints}
-    newest = next((path for _, path in reversed(checkpoints) if not faults[path]), None)
+    folder, found = checkpoints[0][1].parent, dict[Path, dict[str, Any] | commit.Damaged]()
+    for step, path in checkpoints:
+        try:
+            found[path] = commit.check(path, step)
+        except commit.Damaged as e:
+            found[path] = e
+    newest = next((path for path, m in reversed(found.items()) if isinstance(m, dict)), None)
     _print(folder)
     _print(f"{'step':>10}  {'saved at':25}  {'size':>10}  {'ranks':>5}  ")
     for step, path in checkpoints:
-        if reason := faults[path]:
-            _print(f"{step:>10}  BAD: {reason}")
+        m = found[path]
+        if isinstance(m, commit.Damaged):
+            _print(f"{step:>10}  BAD: {m}")
             continue
         notes = ["kept by step-N.keep"] if commit.is_kept(path) else []
         notes += ["newest"] if path == newest else []
-        m = commit.read_manifest(path)
-        size = sum(digest.size for digest in commit.digests(m).values())
-        line = f"{step:>10}  {m['saved_at']:25}  {gib(size):>10}  {m['ranks']:>5}  {', '.join(notes)}"
+        size = gib(commit.total_size(m))
+        line = f"{step:>10}  {m['saved_at']:25}  {size:>10}  {m['ranks']:>5}  {', '.join(notes)}"
         _print(line.rstrip())
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".partial-"):
@@ -88,13 +93,17 @@ def _list(paths: list[Path]) -> int:
 def _verify(paths: list[Path]) -> int:
     bad = 0
     for step, path in [item for root in paths for item in checkpoints_below(root)]:
-        reason = commit.fault(path, step)
-        files = {} if reason else commit.digests(commit.read_manifest(path))
-        reason = reason or first_fault(path, files)
-        if reason is None and (names := non_finite_in(path)):
-            reason = f"not finite: {', '.join(names)}"
-        size = gib(sum(digest.size for digest in files.values()))
-        _print(f"{path}: {f'BAD: {reason}' if reason else f'good, {len(files)} files, {size}'}")
+        try:
+            manifest = commit.check(path, step)
+            reason = first_fault(path, commit.digests(manifest))
+            if reason is None and (names := non_finite_in(path)):
+                reason = f"not finite: {', '.join(names)}"
+        except commit.Damaged as e:
+            reason = str(e)
+        if reason:
+            _print(f"{path}: BAD: {reason}")
+        else:
+            _print(f"{path}: good, {len(manifest['files'])} files, {gib(commit.total_size(manifest))}")
         bad += reason is not None
     return EXIT_BAD if bad else 0
 
@@ -102,17 +111,18 @@ def _verify(paths: list[Path]) -> int:
 def _show(paths: list[Path], list_tensors: bool = False) -> int:
     path = find_checkpoint(paths[0])
     manifest = commit.read_manifest(path)
-    if reason := first_fault(path, small_files(path)):
-        raise commit.CheckpointError(f"{path} is damaged: {reason}")
     try:
-        train = read_train(path)
-    except ValueError as e:
-        raise commit.CheckpointError(f"{path} is damaged: its {TRAIN} cannot be trusted: {e}") from None
+        train = json.loads(commit.read_file(path, TRAIN, manifest))
+        saved = read_metadata(path, manifest).state_dict_metadata
+    except commit.Damaged as e:
+        raise commit.CheckpointError(f"{path} is damaged: {e}") from None
     identity, averaged_from = flatten(train.pop("identity")), train.pop(AVERAGED_FROM, {})
-    saved = read_metadata(path).state_dict_metadata
     tensors: dict[str, Any] = {name: t for name, t in saved.items() if hasattr(t, "size")}
     _print(path)
-    for key, value in {**train, **{k: v for k, v in manifest.items() if k not in ("files", "step")}}.items():
+    for key, value in {
+        **train,
+        **{k: v for k, v in manifest.items() if k not in ("files", "step", "sha256")},
+    }.items():
         if value is not None:
             _print(f"  {key:22} {value:,}" if type(value) is int else f"  {key:22} {value}")
     for key, value in averaged_from.items():

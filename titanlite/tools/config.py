@@ -22,8 +22,8 @@ from collections.abc import Sequence
 
 import torch
 
-from titanlite import startup
-from titanlite.checkpoint.run_folder import RunFolder
+from titanlite.checkpoint.ranks import Ranks
+from titanlite.checkpoint.start import Resume, decide
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import ALLOW_IMPORTS
@@ -33,13 +33,22 @@ from titanlite.models.base import Decoder
 from titanlite.options import take_flag, take_numbers
 from titanlite.parallel import dry_run
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
-from titanlite.parallel.apply import ParallelSettings
 from titanlite.parallel.expert_loads import check_routers
 from titanlite.parallel.float8 import split_layers
 from titanlite.parallel.pipeline_parallel import check_auxiliary_losses
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.runtime.environment import set_library_defaults
 from titanlite.runtime.process import pick_device
 from titanlite.runtime.training import BatchLayout, choose_param_dtype
+from titanlite.start import (
+    NotReady,
+    assemble,
+    check_device,
+    check_global_batch,
+    open_tokenizer,
+    skipped_sequences,
+)
+from titanlite.start_log import about_steps, job_toml_text, summary
 from titanlite.tools.verbs import CONFIG_NUMBERS, NO_FILES
 
 GPUS_PER_NODE = 8  # without --gpus-per-node
@@ -74,8 +83,8 @@ def main(argv: Sequence[str]) -> int:
         raise toml.read(path, overrides)[1].located(e) from None
     if resolved.amounts():
         about.append("not checked: the rules on numbers of steps")
-    lines = [*startup.summary(job, net, num_ids), *startup.about_steps(job, resolved), *about]
-    print(startup.job_toml_text(resolved, lines), end="")
+    lines = [*summary(job, net, num_ids), *about_steps(job, resolved), *about]
+    print(job_toml_text(resolved, lines), end="")
     return 0
 
 
@@ -123,27 +132,17 @@ def check_inputs(job: Job, ranks: int) -> tuple[Job, int, list[str]]:
     here. Raises ConfigError or CheckpointError."""
     job.check_folders()
     unchecked = check_this_device(job, ranks)
-    tokenizer = startup.open_tokenizer(job)
-    job = startup.pinned(job)
-    startup.check_run_folder(job, tokenizer)
-    startup.check_interop(job, tokenizer)
-    job.validation.open_tasks(tokenizer, job.training.seq_len)
-    batch = BatchLayout.from_training(job.training, job.parallelism.degrees(ranks).data_parallel)
-    sequences = job.data.check(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
-    identity = None
-    if sequences is None:
+    start = decide(job.checkpoint, job.folder)
+    try:
+        job = assemble(job, ranks, Ranks(job.folder, alone=True), start, dry=True).job
+    except NotReady:
         unchecked.append("data that is tokenised or packed when a run first starts")
         job = job.resolved(ranks)
-    else:
-        job, _, _ = startup.open_stages(job, ranks, sequences)
-        identity = job.identity(sequences.identity, sequences.names)
-    candidate = RunFolder(job.checkpoint, job.folder, identity).choose_checkpoint([])
-    train = candidate.train if candidate else None
-    startup.check_global_batch(job, batch.global_size, train)
-    startup.skipped_sequences(job, train)
-    if sequences is not None:
-        startup.check_data(job, job.open_stages(batch.global_size), sequences, train)
-    return job, tokenizer.vocab_size, unchecked
+        train = start.candidate.train if isinstance(start, Resume) else None
+        batch = BatchLayout.from_training(job.training, job.parallelism.degrees(ranks).data_parallel)
+        check_global_batch(job, batch.global_size, train)
+        skipped_sequences(job, train)
+    return job, open_tokenizer(job).vocab_size, unchecked
 
 
 def check_this_device(job: Job, ranks: int) -> list[str]:
@@ -156,7 +155,7 @@ def check_this_device(job: Job, ranks: int) -> list[str]:
     if not gpu:
         job.profiling.check(torch.device("cuda"), ranks)  # checks the ranks only
     try:
-        startup.check_device(job, device, choose_param_dtype(job.training, device), ranks)
+        check_device(job, device, choose_param_dtype(job.training, device), ranks)
     except ConfigError as e:
         if gpu:
             raise

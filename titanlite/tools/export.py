@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titanlite.checkpoint.digest import gib
-from titanlite.checkpoint.resume import find_checkpoint
+from titanlite.checkpoint.find import find_checkpoint
 from titanlite.commands import parser
 from titanlite.config.component import ConfigError
 from titanlite.config.paths import check_new

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from titanlite.checkpoint.commit import CheckpointError
-from titanlite.checkpoint.resume import find_checkpoint
+from titanlite.checkpoint.find import find_checkpoint
 from titanlite.checkpoint.state import listed, model_tensors, non_finite
 from titanlite.commands import parser
 from titanlite.config.component import ConfigError

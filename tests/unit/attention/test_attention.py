@@ -20,11 +20,13 @@ from titanlite.attention.varlen import Varlen, VarlenAttention
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch, make_batch
 from titanlite.data.packing import TokenSequence
-from titanlite.losses import cross_entropy
+from titanlite.losses import CrossEntropy
+from titanlite.mesh import ALONE
 from titanlite.models.base import Decoder
 from titanlite.models.llama3 import Llama3
+from titanlite.parallel.apply import parallelize
 from titanlite.parallel.initialize import fill_normal
-from titanlite.parallel.sharded_model import ShardedModel
+from titanlite.parallel.settings import ParallelSettings
 
 SHAPE = {
     "dim": 32,
@@ -104,7 +106,7 @@ def test_it_is_the_mask_that_keeps_documents_apart(net: Decoder) -> None:
 
 
 def gradients(net: Decoder, batches: list[Batch]) -> dict[str, torch.Tensor]:
-    model = ShardedModel(net, cross_entropy)
+    model = parallelize(net, CrossEntropy(), ALONE, ParallelSettings())
     tokens = torch.tensor(sum(b.num_targets for b in batches))
     for b in batches:
         (model.net(*model.model_inputs(b)) / tokens).backward()

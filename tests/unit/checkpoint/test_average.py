@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.checkpoints import EXTRA, Toy, names, open_run
+from tests.support.checkpoints import Toy, names, open_run
 from titanlite.checkpoint import checkpointer
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.reader import MisfitError, read_metadata
-from titanlite.checkpoint.state import non_finite, tensors_of
+from titanlite.checkpoint.state import non_finite
 from titanlite.errors import Diverged
 from titanlite.interop.dcp import non_finite_in
 from titanlite.log import logger
@@ -28,14 +28,14 @@ class AveragedToy(Toy):
 
     def __init__(self, seed: int = 0, enable: bool = True):
         super().__init__(seed=seed)
-        self.average = WeightAverage(EMA(enable=enable, decay=0.5), self.net)
+        self.average = self.state.average = WeightAverage(EMA(enable=enable, decay=0.5), self.net)
 
     def train(self, run: Checkpointer, to_step: int) -> None:
         """Take and save steps."""
         while self.state.step < to_step:
             self.step()
             self.average.update(self.state.step, APPLIED)
-            run.save(self.net, self.optimizer, self.state, EXTRA, self.average)
+            run.save(self.state)
 
     def averages(self) -> list[torch.Tensor]:
         return [tensor.clone() for tensor in self.average.tensors.values()]
@@ -46,7 +46,7 @@ class AveragedToy(Toy):
 
 def resumed(folder: Path, enable: bool = True) -> AveragedToy:
     toy, run = AveragedToy(seed=1, enable=enable), open_run(folder)
-    run.load(toy.net, toy.optimizer, toy.state, toy.average)
+    run.load(toy.state)
     run.close()
     return toy
 
@@ -113,7 +113,7 @@ def test_a_rewind_restores_the_average(tmp_path: Path) -> None:
     wanted = toy.averages()
     toy.train(run, 4)
     assert not same(toy.averages(), wanted)
-    assert run.rewind(2, toy.net, toy.optimizer, toy.state, toy.average)
+    assert run.rewind(2, toy.state)
     assert same(toy.averages(), wanted)
     run.close()
 
@@ -121,7 +121,7 @@ def test_a_rewind_restores_the_average(tmp_path: Path) -> None:
 def test_an_average_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
     toy, run = AveragedToy(), open_run(tmp_path)
     toy.average.tensors["bias"][1] = float("nan")
-    assert non_finite(tensors_of(toy.net, toy.optimizer, toy.average)) == ["ema.bias"]
+    assert non_finite(toy.state.tensors()) == ["ema.bias"]
     with pytest.raises(Diverged, match=r"after step 1 ema\.bias are not finite"):
         toy.train(run, 2)
     run.close_after_error()

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.checkpoints import EXTRA, IDENTITY, Toy, names, open_run, save_steps
+from tests.support.checkpoints import IDENTITY, Toy, names, open_run, save_steps
 from titanlite.checkpoint import commit, lock, resume, saver
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import write_file
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.section import Checkpoint
-from titanlite.checkpoint.state import model_tensors, tensors_of
+from titanlite.checkpoint.state import model_tensors, optimizer_tensors
 from titanlite.config.component import ConfigError
 from titanlite.log import logger, set_up_logging
 
@@ -35,9 +35,10 @@ def test_round_trip(tmp_path: Path, mode: str) -> None:
     toy, run = save_steps(tmp_path, 3, async_mode=mode)
     run.close()
     other = Toy(seed=1)
-    open_run(tmp_path).load(other.net, other.optimizer, other.state)
+    open_run(tmp_path).load(other.state)
     assert all(torch.equal(a, b) for a, b in zip(other.values(), toy.values()))
-    assert other.state.as_json() == {"step": 3, "sequences": 24, "tokens": 240, "skipped": []}
+    assert other.state.as_json() == toy.state.as_json()
+    assert (other.state.step, other.state.num_sequences, int(other.state.tokens)) == (3, 24, 240)
     step = tmp_path / "checkpoint/step-3"
     assert (step / "job.toml").read_text() == "[job]\n"
     assert json.loads((step / "train.json").read_text())["identity"] == IDENTITY
@@ -50,12 +51,12 @@ def test_training_continues_at_once_after_an_asynchronous_save(tmp_path: Path) -
     run, toy = open_run(tmp_path), Toy()
     toy.step()
     saved = toy.values()
-    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+    run.save(toy.state)
     for _ in range(3):
         toy.step()
     run.close()
     other = Toy(seed=1)
-    open_run(tmp_path).load(other.net, other.optimizer, other.state)
+    open_run(tmp_path).load(other.state)
     assert all(torch.equal(a, b) for a, b in zip(other.values(), saved))
     assert other.state.step == 1
 
@@ -65,7 +66,7 @@ def test_a_changed_rate_is_not_overwritten_by_a_resume(tmp_path: Path) -> None:
     other = Toy()
     for group in other.optimizer.param_groups:
         group["lr"], group["weight_decay"] = 0.5, 0.25
-    open_run(tmp_path).load(other.net, other.optimizer, other.state)
+    open_run(tmp_path).load(other.state)
     assert [(g["lr"], g["weight_decay"]) for g in other.optimizer.param_groups] == [(0.5, 0.25)]
 
 
@@ -88,8 +89,8 @@ def test_what_a_killed_run_left_is_cleaned_and_never_resumed_from(tmp_path: Path
     (folder / "step-2").rename(folder / ".partial-step-3")
     (folder / ".trash-step-0").mkdir()
     run = open_run(tmp_path)
-    assert run.resumed_train is not None
-    assert run.resumed_train["step"] == 1
+    assert run.candidate is not None
+    assert run.candidate.step == 1
     assert names(tmp_path) == ["step-1"]
 
 
@@ -111,10 +112,10 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_one_before_used(tmp_path: P
     save_steps(tmp_path, 2)
     damage(tmp_path / "checkpoint/step-2")
     run, toy = open_run(tmp_path), Toy()
-    assert run.resumed_train is not None
-    assert run.resumed_train["step"] == 1
+    assert run.candidate is not None
+    assert run.candidate.step == 1
     assert names(tmp_path) == ["step-1", "step-2"]  # step 1 might be damaged, too
-    run.load(toy.net, toy.optimizer, toy.state)
+    run.load(toy.state)
     assert names(tmp_path) == ["quarantined-step-2-0", "step-1"]
 
 
@@ -136,7 +137,7 @@ def test_another_run_identity_is_refused_by_name_unless_allowed(tmp_path: Path) 
     ):
         open_run(tmp_path, changed)
     run = open_run(tmp_path, changed, allow_changed=["model.dim"])
-    assert run.resumed_train is not None
+    assert run.candidate is not None
 
 
 def test_a_run_knows_what_it_allows_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,11 +152,11 @@ def test_a_run_knows_what_it_allows_to_change(tmp_path: Path, monkeypatch: pytes
     save_steps(tmp_path, 1, allow_changed=["model", "data.seed", "data.sources"])[1].close()
     warnings: list[str] = []
     monkeypatch.setattr(logger, "warning", warnings.append)
-    assert open_run(tmp_path, allow_changed=["model.gone", "model.dim"]).resumed_train is not None
+    assert open_run(tmp_path, allow_changed=["model.gone", "model.dim"]).candidate is not None
     (warning,) = warnings
     assert warning.startswith("checkpoint.allow_changed: the run identity has no key 'model.gone'")
     without = open_run(tmp_path, {**IDENTITY, "model": {}}, allow_changed=["model.dim"])
-    assert without.resumed_train is not None
+    assert without.candidate is not None
     assert warnings[1:] == ["changed, as checkpoint.allow_changed allows: model.dim was 4, is absent"]
 
 
@@ -189,7 +190,7 @@ def test_a_failed_save_is_an_error_soon_after(tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(commit, "commit", full)
-    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+    run.save(toy.state)
     until = time.monotonic() + 300
     while not run.failed:  # as the loop does after each step
         assert time.monotonic() < until
@@ -202,7 +203,7 @@ def test_a_failed_save_is_an_error_soon_after(tmp_path: Path, monkeypatch: pytes
 def test_a_save_in_flight_becomes_whole_after_an_error_elsewhere(tmp_path: Path) -> None:
     run, toy = open_run(tmp_path), Toy()
     toy.step()
-    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+    run.save(toy.state)
     run.close_after_error()
     assert [step for step, _ in commit.list_committed(tmp_path / "checkpoint")] == [1]
 
@@ -235,7 +236,7 @@ def test_a_slow_save_is_waited_for_after_an_error_elsewhere(
     monkeypatch.setattr(commit, "commit", commit_slowly)
     run, toy = open_run(tmp_path), Toy()
     toy.step()
-    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+    run.save(toy.state)
     run.close_after_error(ValueError("the cause\nand more"))
     may_commit.set()
     assert names(tmp_path) == ["step-1"]
@@ -287,7 +288,7 @@ def test_a_refused_run_touches_nothing(tmp_path: Path) -> None:
 
 def test_the_identity_of_a_run_without_checkpoints_counts_too(tmp_path: Path) -> None:
     (tmp_path / "run_identity.json").write_text(json.dumps(IDENTITY))
-    assert open_run(tmp_path).resumed_train is None
+    assert open_run(tmp_path).candidate is None
     with pytest.raises(ConfigError, match=r"model\.dim was 4, is 5"):
         open_run(tmp_path, {**IDENTITY, "model": {"dim": 5}}, enable=False)
 
@@ -342,7 +343,7 @@ def start_on_rank(folder: Path, elsewhere: Path, kind: str) -> tuple[str, str]:
             elif kind == "none":
                 patch.setattr(resume, "write_file", into_none)
             elif kind == "another checkpoint":
-                patch.setattr(resume, "_manifest_sha256", lambda path: "0" * 64)
+                patch.setattr(commit, "read_manifest", lambda path: {"sha256": "0" * 64})
         try:
             open_run(folder).close()
         except ConfigError as e:
@@ -381,6 +382,7 @@ from pathlib import Path
 from titanlite.checkpoint import lock
 lock.WAIT_S = 0
 held = lock.FolderLock(Path(sys.argv[1]))
+held.take()
 held.write_owner()
 child = os.fork() if "worker" in sys.argv else 0
 if "worker" in sys.argv and child == 0:
@@ -449,7 +451,7 @@ def test_a_second_run_starts_when_the_first_has_ended(
     if child:
         os.kill(child, 0)  # it lives, and has the file
         assert any(os.readlink(f) == str(tmp_path / "LOCK") for f in Path(f"/proc/{child}/fd").iterdir())
-    assert run.resumed_train is not None
+    assert run.candidate is not None
     assert str(os.getpid()) in (tmp_path / "LOCK").read_text()
     run.close()
 
@@ -468,7 +470,7 @@ def test_optimizer_state_that_is_no_tensor_is_refused() -> None:
     optimizer = torch.optim.SGD(net.parameters())
     optimizer.state[net.weight]["count"] = 0
     with pytest.raises(ConfigError, match="optimizer state 'count' of weight is of type int, which") as error:
-        tensors_of(net, optimizer)
+        optimizer_tensors(net, optimizer)
     assert error.value.key == "optimizer.name"
     optimizer.state[net.weight]["count"] = torch.tensor(0)
-    assert list(tensors_of(net, optimizer)["optimizer"]) == ["weight.count"]
+    assert list(optimizer_tensors(net, optimizer)) == ["weight.count"]

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.examples.lion import LionOptimizer
-from tests.support.checkpoints import EXTRA, Toy, open_run, save_steps, sharded_toy
+from tests.support.checkpoints import Toy, open_run, save_steps, sharded_toy
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.reader import MisfitError
 from titanlite.log import logger
@@ -67,7 +67,7 @@ def state_of(toy: Toy) -> dict[str, torch.Tensor]:
 
 def resume(folder: Path, toy: Toy, **config: Any) -> Checkpointer:
     run = open_run(folder, **ALLOWED, **config)
-    run.load(toy.net, toy.optimizer, toy.state)
+    run.load(toy.state)
     return run
 
 
@@ -112,7 +112,7 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert ours.keys() == {"weight.exp_avg", "bias.exp_avg"}
     assert all(torch.equal(value, theirs[name]) and value.any() for name, value in ours.items())
     toy.step()
-    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+    run.save(toy.state)
     run.close()
 
     back = Toy(seed=2)
@@ -155,7 +155,7 @@ def test_without_the_permission_it_is_refused(tmp_path: Path) -> None:
     for allowed in ([], ["model.dim"]):
         run, toy = open_run(tmp_path, allow_changed=allowed), lion(Toy())
         with pytest.raises(MisfitError, match=r"optimizer.bias.exp_avg_sq is unexpected"):
-            run.load(toy.net, toy.optimizer, toy.state)
+            run.load(toy.state)
         run.close_after_error()
 
 
@@ -171,7 +171,7 @@ def test_each_parameter_is_loaded_as_a_whole_or_not_at_all(tmp_path: Path) -> No
     for key in ("step", "exp_avg", "exp_avg_sq"):
         assert torch.equal(ours[f"bias.{key}"], theirs[f"bias.{key}"])
     toy.step()
-    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+    run.save(toy.state)
     run.close()
 
     low = mixed(Toy(seed=2), torch.bfloat16)  # the same key in another dtype
@@ -200,7 +200,7 @@ def test_the_state_of_clipping_is_not_covered(tmp_path: Path) -> None:
         ]
     )
     with pytest.raises(MisfitError, match=r"optimizer.weight.clip_norm is missing"):
-        run.load(toy.net, toy.optimizer, toy.state)
+        run.load(toy.state)
     run.close_after_error()
 
 
@@ -212,13 +212,13 @@ def test_going_back_and_rewinding_over_the_change(tmp_path: Path) -> None:
     run = resume(tmp_path, toy)
     for _ in range(2):
         toy.step()
-        run.save(toy.net, toy.optimizer, toy.state, EXTRA)
-    assert run.rewind(2, toy.net, toy.optimizer, toy.state)
+        run.save(toy.state)
+    assert run.rewind(2, toy.state)
     assert toy.state.step == 2
     assert all(torch.equal(p, q) for p, q in zip(toy.net.parameters(), expected, strict=True))
     assert torch.equal(state_of(toy)["weight.exp_avg"], state_of(adamw)["weight.exp_avg"])
     toy.step()
-    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+    run.save(toy.state)
     run.close()
 
     again = mixed(Toy(seed=2))
@@ -226,8 +226,8 @@ def test_going_back_and_rewinding_over_the_change(tmp_path: Path) -> None:
     assert again.state.step == 2
     assert torch.equal(state_of(again)["bias.exp_avg_sq"], state_of(adamw)["bias.exp_avg_sq"])
     again.step()
-    run.save(again.net, again.optimizer, again.state, EXTRA)
-    assert run.rewind(2, again.net, again.optimizer, again.state)
+    run.save(again.state)
+    assert run.rewind(2, again.state)
     assert not state_of(again)["weight.momentum_buffer"].any(), "not the momentum from before the rewind"
     run.close()
 
@@ -240,7 +240,7 @@ def there_and_back_on_rank(folder: Path) -> tuple[dict[str, torch.Tensor], list[
     run = resume(folder, lion(toy))
     whole = {name: t.full_tensor() for name, t in state_of(toy).items() if isinstance(t, DTensor)}
     toy.step()
-    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+    run.save(toy.state)
     run.close()
     toy = sharded_toy(2, width=6, seed=2)
     resume(folder, toy).close()
@@ -252,7 +252,7 @@ def test_on_several_ranks_as_on_one(tmp_path: Path, run_on: Callable[..., list[A
     run, toy = open_run(tmp_path), Toy(width=6)
     for _ in range(2):
         toy.step()
-        run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+        run.save(toy.state)
     run.close()
     expected = state_of(toy)
     for loaded, zeros in run_on(2, there_and_back_on_rank, tmp_path):

@@ -93,3 +93,13 @@ def test_messages_of_simulated_ranks(size: int) -> None:
     mail.clear()
     assert [rank._scatter(list(range(size)) if rank.rank == 0 else None) for rank in ranks] == [*range(size)]
     assert max(Counter(sender for sender, _ in mail).values(), default=0) <= 14
+
+
+def test_an_error_of_rank_zero_keeps_its_exit_code_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, told, error = Ranks(tmp_path, alone=True), [], CheckpointError("format 4")
+    monkeypatch.setattr(ranks, "_broadcast", told.append)
+    with pytest.raises(CheckpointError), ranks.rank_zero_first():
+        raise error
+    assert told == [error]

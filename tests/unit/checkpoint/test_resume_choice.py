@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,14 +111,17 @@ def test_a_file_that_cannot_be_read(
 ) -> None:
     """A bad sector is damage; a file system that does not answer is not."""
     go(tmp_path, 3)
-    read = digest.digest_file
 
-    def failing(path: Path) -> digest.FileDigest:
-        if path == tmp_path / "checkpoint/step-3" / name:
-            raise OSError(code, os.strerror(code))
-        return read(path)
+    def failing(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
+        def fails(path: Path) -> Any:
+            if path == tmp_path / "checkpoint/step-3" / name:
+                raise OSError(code, os.strerror(code))
+            return read(path)
 
-    monkeypatch.setattr(digest, "digest_file", failing)
+        return fails
+
+    monkeypatch.setattr(digest, "digest_file", failing(digest.digest_file))  # shards
+    monkeypatch.setattr(Path, "read_bytes", failing(Path.read_bytes))
     if is_damage:
         assert go(tmp_path, 3) == 2
         return

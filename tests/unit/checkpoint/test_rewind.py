@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.checkpoints import EXTRA, IDENTITY, Toy, archived, flip_a_shard, go, open_run
+from tests.support.checkpoints import SavedGuard, Toy, archived, flip_a_shard, go, open_run, start_run
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import Checkpointer, steps_for_rewind
 from titanlite.checkpoint.commit import CheckpointError
@@ -22,7 +22,8 @@ def take_steps(
     values = []
     while toy.state.step < to_step:
         toy.step()
-        run.save(toy.net, toy.optimizer, toy.state, EXTRA | {"healthy": toy.state.step not in unhealthy})
+        toy.state.guard = SavedGuard(healthy=toy.state.step not in unhealthy)
+        run.save(toy.state)
         values.append(toy.values())
     return values
 
@@ -38,8 +39,8 @@ def steps_in(folder: Path) -> list[int]:
 def test_a_rewind_restores_the_newest_healthy_checkpoint_and_archives_the_later_ones(tmp_path: Path) -> None:
     run, toy = open_run(tmp_path), Toy()
     values = take_steps(run, toy, 6, unhealthy=[3])
-    assert run.rewind(3, toy.net, toy.optimizer, toy.state)
-    assert toy.state.as_json() == {"step": 2, "sequences": 16, "tokens": 160, "skipped": []}
+    assert run.rewind(3, toy.state)
+    assert (toy.state.step, toy.state.num_sequences, int(toy.state.tokens)) == (2, 16, 160)
     assert equal(toy.values(), values[1])
     assert not equal(toy.values(), values[2])
     assert steps_in(tmp_path) == [1, 2]
@@ -56,9 +57,9 @@ def test_a_run_that_rewinds_to_before_its_load_step_can_be_started_again(
 ) -> None:
     go(tmp_path, to_step=5)
     run, toy = open_run(tmp_path, load_step=4), Toy()
-    run.load(toy.net, toy.optimizer, toy.state)
+    run.load(toy.state)
     take_steps(run, toy, 6)
-    assert run.rewind(2, toy.net, toy.optimizer, toy.state)
+    assert run.rewind(2, toy.state)
     take_steps(run, toy, 2 + num_after)
     run.close()
     assert go(tmp_path, to_step=7, load_step=4) == 2 + num_after
@@ -76,7 +77,7 @@ def test_a_load_step_above_all_checkpoints_is_an_error(tmp_path: Path) -> None:
 def test_without_an_old_healthy_checkpoint_a_rewind_changes_nothing(tmp_path: Path) -> None:
     run, toy = open_run(tmp_path), Toy()
     values = take_steps(run, toy, 3, unhealthy=[1])
-    assert not run.rewind(1, toy.net, toy.optimizer, toy.state)
+    assert not run.rewind(1, toy.state)
     assert toy.state.step == 3
     assert equal(toy.values(), values[2])
     assert steps_in(tmp_path) == [1, 2, 3]
@@ -88,12 +89,12 @@ def test_a_rewind_passes_over_a_damaged_checkpoint(tmp_path: Path) -> None:
     values = take_steps(run, toy, 5)
     run.check_save()
     flip_a_shard(tmp_path / "checkpoint/step-3")
-    assert run.rewind(3, toy.net, toy.optimizer, toy.state)
+    assert run.rewind(3, toy.state)
     assert equal(toy.values(), values[1])
     assert steps_in(tmp_path) == [1, 2]
     assert (tmp_path / "checkpoint/quarantined-step-3-0").exists()
     take_steps(run, toy, 5)
-    assert run.rewind(4, toy.net, toy.optimizer, toy.state)  # what was quarantined is not met again
+    assert run.rewind(4, toy.state)  # what was quarantined is not met again
     assert toy.state.step == 4
     run.close()
 
@@ -104,7 +105,7 @@ def test_if_the_only_old_checkpoint_is_damaged_the_run_ends(tmp_path: Path) -> N
     run.check_save()
     flip_a_shard(tmp_path / "checkpoint/step-1")
     with pytest.raises(CheckpointError, match=r"cannot rewind: .*step-1: "):
-        run.rewind(1, toy.net, toy.optimizer, toy.state)
+        run.rewind(1, toy.state)
     run.close_after_error()
 
 
@@ -122,7 +123,7 @@ def test_healthy_checkpoints_for_a_rewind_are_kept(
     tmp_path: Path, distance: int | None, unhealthy: list[int], kept: list[int]
 ) -> None:
     config = Checkpoint(interval=1, keep_latest_k=2)
-    run = Checkpointer(config, tmp_path, IDENTITY, "[job]\n", rewind_distance=distance)
+    run = start_run(tmp_path, config, distance=distance)
     take_steps(run, Toy(), 9, unhealthy)
     run.close()
     assert steps_in(tmp_path) == kept

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import SavePlan
 
-from tests.support.checkpoints import EXTRA, names, save_steps
+from tests.support.checkpoints import names, save_steps
 from tests.support.logs import listening
 from tests.support.simulated_ranks import Layout, SimulatedRank, local_plans
 from titanlite.checkpoint import save_plan
@@ -135,6 +135,6 @@ def test_an_error_of_rank_zero_is_a_failed_save(
     assert "step 1 could not be saved: rank 0: TypeError: broken (failure 1 of 3 in a row)" in caplog.text
     assert names(tmp_path) == []
     toy.step()
-    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+    run.save(toy.state)
     run.close()
     assert names(tmp_path) == ["step-2"]

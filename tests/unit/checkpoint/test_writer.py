@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.support.checkpoints import EXTRA, Toy, names, open_run, save_steps
+from tests.support.checkpoints import Toy, names, open_run, save_steps
 from titanlite.checkpoint import commit, saver, writer
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import HashingFile
@@ -107,7 +107,7 @@ def test_every_way_of_saving_gives_the_same_bytes(tmp_path: Path, monkeypatch: p
         run, toy = open_run(tmp_path / mode, async_mode=mode.split()[0]), Toy(width=40)
         for _ in range(2):  # the second save reuses the staging buffers
             toy.step()
-            run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+            run.save(toy.state)
         run.close()
     for step in ("step-1", "step-2"):
         first, *others = (
@@ -129,7 +129,7 @@ def save_on_rank(folder: Path, mode: str) -> None:
         run = open_run(folder, async_mode=mode)
         for _ in range(2):
             toy.step()
-            run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+            run.save(toy.state)
         run.close()
 
 
@@ -193,7 +193,7 @@ def test_a_planned_tensor_that_is_not_written_is_noticed(
     with pytest.raises(
         CheckpointError, match=r"step 1 could not be saved.*not written, for example (model|optimizer)\.\w+"
     ):
-        run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+        run.save(toy.state)
     assert names(tmp_path) == []
 
 
@@ -253,7 +253,7 @@ def test_everything_is_on_disk_before_it_has_its_name(
     run, toy = open_run(tmp_path, async_mode="disabled"), Toy()
     toy.step()
     events.clear()
-    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+    run.save(toy.state)
     assert [plain(event) for event in events] == [
         "sync __0_0.distcp",
         "sync .partial-step-1",  # this rank's files; DCP renames .metadata later

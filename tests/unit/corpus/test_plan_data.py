@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import EXTRA, save_steps
+from tests.support.checkpoints import save_steps
 from tests.support.jobs import make_job, write_corpus
-from titanlite import cli, startup
+from titanlite import cli, start
 from titanlite.config import toml
 from titanlite.data.skips import SkippedSequences
 from titanlite.job import Job, load_job
@@ -65,7 +65,7 @@ def trained(job: Job) -> list[dict[str, Any]]:
     """Each training sequence of a run on one rank, step by step: stage, step, rate, source, and its number
     among the sequences of the source."""
     sequences = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
-    job, stages, _ = startup.open_stages(job, 1, sequences)
+    job, stages = start.open_stages(job, 1, sequences)
     names, position, counts, all_sequences = sequences.source_names, 0, dict[str, int](), []
     for step in range(1, job.training.steps + 1):
         size = stages.step_sizes.at(position).global_batch_size
@@ -160,13 +160,13 @@ def test_the_table_is_aligned_and_says_what_ends(file: Path, capsys: pytest.Capt
 def test_a_run_is_marked_where_it_is(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = load_job(file)
     sequences = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
-    job, _, _ = startup.open_stages(job, 1, sequences)
+    job, _ = start.open_stages(job, 1, sequences)
     toy, run = save_steps(job.folder, 0)
     run.identity = job.identity(sequences.identity, sequences.names)
     for _ in range(7):
         toy.step()
     toy.state.num_sequences, toy.state.skipped = 36, SkippedSequences.of([[33, 34]])
-    run.save(toy.net, toy.optimizer, toy.state, EXTRA | {"global_batch_size": 8})
+    run.save(toy.state)
     run.close()
     (job.folder / "job.toml").write_text(toml.dump(job))
     out = output(capsys, job.folder)[0]

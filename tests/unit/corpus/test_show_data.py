@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.checkpoints import EXTRA, save_steps
+from tests.support.checkpoints import save_steps
 from tests.support.jobs import make_job, write_corpus
-from titanlite import startup
+from titanlite import start
 from titanlite.checkpoint.commit import manifest_text
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
@@ -96,7 +96,7 @@ def test_sequences_that_a_run_skips_are_marked(tmp_path: Path, capsys: pytest.Ca
     toy.state.skipped = SkippedSequences.of([[1, 3]])
     sequences = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
     run.identity = job.identity(sequences.identity, sequences.names)
-    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+    run.save(toy.state)
     run.close()
     assert marked(capsys, file, "--data.skip_sequences=[[5, 6]]") == [1, 2, 3, 5, 6]
     assert marked(capsys, file, "--training.seed=7") == []  # its numbers are those of other sequences
@@ -153,7 +153,7 @@ def test_a_run_with_stages_shows_the_sequences_that_it_trains_on(
     job = load_job(staged)
     sequences = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
     plain = [sequences.origin(n) for n in range(34)]
-    startup.open_stages(job, 1, sequences)
+    start.open_stages(job, 1, sequences)
     origins = [sequences.origin(n) for n in range(34)]
     for n, (packed, local) in enumerate(origins):
         step = 1 + n // 8
@@ -171,7 +171,7 @@ def test_shorter_sequences_are_marked_where_they_begin(
 ) -> None:
     job = load_job(staged)
     sequences = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
-    startup.open_stages(job, 1, sequences)
+    start.open_stages(job, 1, sequences)
     for number, splits in ((3, 4), (15, 4), (16, 1)):
         lines = shown(capsys, staged, f"--sequence={number}")
         marks = [line for line in lines if line.startswith("---- shorter")]
@@ -197,9 +197,9 @@ def test_a_checkpoint_marks_skips_only_if_the_stages_before_it_are_the_same(
     toy.state.num_sequences = 20
     toy.state.skipped = SkippedSequences.of([[1, 3]])
     sequences = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
-    startup.open_stages(job, 1, sequences)
+    start.open_stages(job, 1, sequences)
     run.identity = job.identity(sequences.identity, sequences.names)
-    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+    run.save(toy.state)
     run.close()
     assert marked(capsys, staged) == [1, 2, 3]
     assert marked(capsys, staged, "--stages.2.weights=[0, 1]") == [1, 2, 3]  # lies in the future

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.checkpoints import EXTRA, IDENTITY, Toy, open_run, save_steps
+from tests.support.checkpoints import IDENTITY, Toy, open_run, save_steps
 from titanlite.checkpoint import commit, digest
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.reader import load_tensors, read_metadata
@@ -48,7 +48,7 @@ def three(tmp_path: Path) -> list[Weights]:
         toy.step()
         toy.net.bias_of_experts.fill_(step)
         toy.net.count.fill_(10 * step)
-        run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+        run.save(toy.state)
     run.close()
     return checkpoints_in(tmp_path / "run")
 
@@ -173,7 +173,7 @@ def test_holds_one_chunk_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     toy.optimizer = torch.optim.AdamW(toy.net.parameters(), lr=0.1)
     for step in range(1, 4):
         toy.state.step = step
-        run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+        run.save(toy.state)
     run.close()
     chunk = 32 * 32 * 4
     alive, peak, total = dict.fromkeys(("read", "made"), 0), dict.fromkeys(("read", "made"), 0), 0

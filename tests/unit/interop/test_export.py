@@ -140,13 +140,12 @@ def test_a_buffer_that_is_state_is_exported(
 # ---- runs and their exports
 
 
-def test_an_export_is_not_taken_for_a_checkpoint(run: Job, tmp_path: Path, corpus: Path, capsys) -> None:
+def test_an_export_is_not_taken_for_a_checkpoint(run: Job, tmp_path: Path, capsys) -> None:
     exported = tmp_path / "hf/step-1"
     assert cli.run(["export", str(run.folder), str(exported)]) == 0
     for place in (exported.parent, exported):
         complaint("export", place, tmp_path / "no")
         assert f"{exported} is not a checkpoint but an export" in capsys.readouterr().err
-    train(make_job(tmp_path, corpus, f"--checkpoint.initial_load_path={exported}", name="again"))
 
 
 def test_a_split_that_cannot_be_exported_is_told(tmp_path: Path, corpus: Path, capsys) -> None:
@@ -309,8 +308,7 @@ def peak_of_an_export(
 def test_export_holds_less_than_its_largest_file(tmp_path: Path, run_on: Callable[..., list[Any]]) -> None:
     """A model in the proportions of 8B, with 1/256 of its parameters in as many layers, in files of 1/256 of
     5 GB; from a checkpoint in fp32 that one rank wrote, so that its chunks are whole tensors."""
-    from tests.support.checkpoints import EXTRA, open_run
-    from titanlite.checkpoint.state import TrainState
+    from tests.support.checkpoints import open_run, state_of
 
     shape = {
         "dim": 256, "n_layers": 32, "n_heads": 8, "n_kv_heads": 2, "head_dim": 32, "hidden_dim": 896,
@@ -324,7 +322,7 @@ def test_export_holds_less_than_its_largest_file(tmp_path: Path, run_on: Callabl
         identity = {"model": {"name": "llama3", **vars(family(**model_family).config)}}
         run = open_run(tmp_path / name, identity, async_mode="disabled")
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        run.save(net, optimizer, TrainState(1, 0, torch.zeros((), dtype=torch.int64)), EXTRA)
+        run.save(state_of(net, optimizer, step=1))
         run.close()
         del net, optimizer
     limit = 5 * 10**9 // 256

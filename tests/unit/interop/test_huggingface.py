@@ -4,7 +4,6 @@ does not fit is refused by name, with nothing left behind."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import struct
@@ -394,29 +393,3 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(CheckpointError, match=r"could not be written: OSError: .*No space"):
         write_directory(weights, tmp_path / "out", pair)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["theirs", "there"]
-
-
-def test_what_is_replaced_is_there_until_the_new_one_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model_family, target = family(), tmp_path / "out"
-    hugging_face(model_family).save_pretrained(tmp_path / "theirs")
-    weights = open_hugging_face(tmp_path / "theirs", model_family)
-    pair = ModelAndTokenizer(model_family, Bytes().build())
-    target.mkdir()
-    (target / "before").touch()
-    rename = os.rename
-
-    def fail(source: Path, to: Path) -> None:
-        if Path(source).name.startswith(".partial-"):
-            raise OSError(28, "No space left on device")
-        rename(source, to)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("os.rename", fail)
-        with pytest.raises(CheckpointError, match="No space"):
-            write_directory(weights, target, pair, replace=True)
-    assert [p.name for p in target.iterdir()] == ["before"]
-    write_directory(weights, target, pair, replace=True)
-    assert not (target / "before").exists()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "theirs"]

@@ -23,7 +23,7 @@ from titanlite import cli
 from titanlite.job import load_job
 from titanlite.lab import find_batch
 from titanlite.lab.cards import Card
-from titanlite.lab.find_batch import MAX_SHARE, MAX_STARTS, Trial, _Trainer, find, micro_batches
+from titanlite.lab.find_batch import MAX_SHARE, MAX_STARTS, BatchTrial, _Trainer, find, micro_batches
 from titanlite.runtime.signals import StopRequests
 
 CARD_GIB = 100.0
@@ -35,14 +35,14 @@ RAMP = "--training.batch_ramp=[{until='8 sequences', global_batch_size=4}]"
 POWERS = [2**i for i in range(8)]
 
 
-def card(reserved_gib: Callable[[int], float]) -> Callable[[int], Trial]:
+def card(reserved_gib: Callable[[int], float]) -> Callable[[int], BatchTrial]:
     """Trains on a GPU of 100 GiB on which a size reserves so much; more than that is out of memory."""
 
-    def train(size: int) -> Trial:
+    def train(size: int) -> BatchTrial:
         gib = reserved_gib(size)
         if gib > CARD_GIB:
-            return Trial(size, out_of_memory="out of memory in step 1, backward")
-        return Trial(size, 0.9 * gib, gib, 100.0 + size)
+            return BatchTrial(size, out_of_memory="out of memory in step 1, backward")
+        return BatchTrial(size, 0.9 * gib, gib, 100.0 + size)
 
     return train
 
@@ -174,7 +174,11 @@ def test_a_run_counts_by_its_end(
     monkeypatch.setattr(find_batch, "start_run", start)
     trial = made_up_trainer(tmp_path, corpus, monkeypatch)(1)
     assert trial.fits(80.0) == fits
-    wanted = Trial(1, 50.0, 51.0, 3.0) if fits else Trial(1, out_of_memory="out of memory in step 4, forward")
+    wanted = (
+        BatchTrial(1, 50.0, 51.0, 3.0)
+        if fits
+        else BatchTrial(1, out_of_memory="out of memory in step 4, forward")
+    )
     assert repr(trial) == repr(wanted)
 
 
@@ -194,7 +198,7 @@ def test_the_fastest_is_named_where_the_steps_are_those_of_the_job(
     speeds: dict[int, float], said: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = made_up_trainer(tmp_path, corpus, monkeypatch)
-    trials = [Trial(size, 1.0, 1.0, speed) for size, speed in speeds.items()]
+    trials = [BatchTrial(size, 1.0, 1.0, speed) for size, speed in speeds.items()]
     lines = find_batch._answer(trials, trials, list(speeds), trainer)
     assert lines[-1].startswith(said)
 

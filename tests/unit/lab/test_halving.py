@@ -12,8 +12,8 @@ import torch
 from tests.support.tiers import full
 from titanlite.config.component import ConfigError
 from titanlite.lab.axes import Axis, take_axes
-from titanlite.lab.halving import Rung, Trial, grid, halve, optimum, rungs, survivors, ties
-from titanlite.lab.search import _optimum_line
+from titanlite.lab.halving import Rung, Trial, fit_parabola, grid, halve, rungs, survivors, ties
+from titanlite.lab.search import _best_value_line
 from titanlite.optim.warmup_stable_decay import WarmupStableDecay
 
 STEPS = 1000
@@ -75,7 +75,7 @@ def test_a_known_best_rate_is_found_within_a_grid_step(loss_of: LossOf) -> None:
     at = values.index(chosen)
     around = values[at - 1 : at + 2]
     losses = [loss_of(value, STEPS, STEPS) for value in around]
-    fit = optimum(dict(zip(around, losses)), 0.01)
+    fit = fit_parabola(dict(zip(around, losses)), 0.01)
     assert fit is not None
     assert fit.value == pytest.approx(best, rel=0.3)
     assert fit.loss < losses[1] + 1e-9
@@ -124,12 +124,12 @@ def test_ties_are_within_the_noise() -> None:
 
 
 def test_no_minimum_outside_the_values() -> None:
-    assert optimum({}, None) is None
-    assert optimum({1: 1, 2: 2}, None) is None
-    assert optimum({1: 3, 2: 2, 4: 1}, None) is None  # a line
-    assert optimum({1: 1, 2: 2, 4: 1}, None) is None  # a maximum
-    assert optimum({1: 2, 2: 1, 4: math.inf}, None) is None
-    fit = optimum({1: 2, 2: 1, 4: 2}, None)
+    assert fit_parabola({}, None) is None
+    assert fit_parabola({1: 1, 2: 2}, None) is None
+    assert fit_parabola({1: 3, 2: 2, 4: 1}, None) is None  # a line
+    assert fit_parabola({1: 1, 2: 2, 4: 1}, None) is None  # a maximum
+    assert fit_parabola({1: 2, 2: 1, 4: math.inf}, None) is None
+    fit = fit_parabola({1: 2, 2: 1, 4: 2}, None)
     assert fit is not None
     assert fit.value == pytest.approx(2)
     assert fit.low is None
@@ -137,10 +137,10 @@ def test_no_minimum_outside_the_values() -> None:
 
 def test_losses_far_from_the_minimum_do_not_move_it() -> None:
     near = {0.5: 1.2, 1.0: 1.0, 2.0: 1.2}
-    fit = optimum({8.0: 9.0, 4.0: 3.0} | near, None)
+    fit = fit_parabola({8.0: 9.0, 4.0: 3.0} | near, None)
     assert fit is not None
     assert fit.value == pytest.approx(1)
-    assert fit == optimum(near, None)
+    assert fit == fit_parabola(near, None)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_losses_far_from_the_minimum_do_not_move_it() -> None:
 def test_the_interval_ends_at_the_values_tried(noise: float | None, between: str) -> None:
     losses = {("0.25",): 3.0, ("0.5",): 1.2, ("1",): 1.0, ("2",): 1.2}
     axis = Axis("optimizer.lr", ("0.25", "0.5", "1", "2"), is_range=True)
-    line = _optimum_line(0, axis, ("1",), losses, noise)
+    line = _best_value_line(0, axis, ("1",), losses, noise)
     text = "a parabola through the best and the two beside it has its minimum at 1: 1.0000"
     end = f", and is within the noise, of two seeds only, from {between}" if between else ""
     assert line == f"optimizer.lr: {text}{end}"

@@ -21,7 +21,6 @@ from titanlite.lab.activations import BlockShape
 from titanlite.lab.cards import CARDS, Cluster, parse_gpus
 from titanlite.lab.layouts import CLOSE, DOES_NOT_FIT, FITS, assess, search, verdict
 from titanlite.lab.memory import GIB, OUTSIDE, in_flight, rank_memory
-from titanlite.lab.optimum import optimum, reducible
 from titanlite.lab.plan import planned_run
 from titanlite.lab.planned import PlannedRun
 from titanlite.lab.sharding import parameters_of, rank_parameters
@@ -37,7 +36,8 @@ from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import make_state
 from titanlite.optim.muon import Muon
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallelism import Parallelism
 
 H100 = next(card for card in CARDS if card.name == "H100")
@@ -327,18 +327,6 @@ def test_the_search_prefers_the_fastest_layout_and_names_reasons() -> None:
     fitting, others = search(given, small, refusal)
     assert not fitting
     assert any(refused.peak_gib and refused.reason.startswith("too large") for refused in others)
-
-
-def test_the_optimum_has_the_least_loss_for_its_flops() -> None:
-    best_run = optimum(8e9, 160e9)
-    assert best_run.parameters * best_run.tokens == pytest.approx(8e9 * 160e9)
-    best = reducible(best_run.parameters, best_run.tokens)
-    for factor in (0.9, 1.1):
-        assert reducible(best_run.parameters * factor, best_run.tokens / factor) > best
-    assert reducible(8e9, 160e9) - best == pytest.approx(best_run.excess)
-    assert best_run.half is not None
-    assert reducible(4e9, best_run.half) == pytest.approx(reducible(8e9, 160e9))
-    assert optimum(1e9, 1e15).half is None  # its share of the loss is already higher
 
 
 @pytest.mark.parametrize("text", ["64", "0xH100", "8xV99", "xH100"])

@@ -11,7 +11,6 @@ import pytest
 
 from titanlite import cli
 from titanlite.lab.memory import KINDS
-from titanlite.lab.saves import span
 
 Capture = pytest.CaptureFixture[str]
 BIG = ["plan", "llama3_8b", "--gpus=8xH100"]
@@ -61,7 +60,6 @@ def test_the_text_says_whether_it_fits(capsys: Capture) -> None:
     assert not re.search("MFU|tokens/s|GPU hours|failure", text)
     plan = planned(capsys, *words, "--gpus=8xH100", "--top=1")
     assert plan["time"] is None
-    assert plan["checkpoint"].keys() == {"gib"}
     assert cli.run([*words, "--gpus=64xB200", "--model.overrides.n_layers=8"]) == 0
     assert "\nfits: " in capsys.readouterr().out
 
@@ -84,10 +82,9 @@ def test_the_law_of_training_from_scratch_is_left_out_with_adapters(capsys: Capt
     text = capsys.readouterr().out
     assert "checkpoint: " in text
     assert "optimal" not in text
-    assert "half the parameters" not in text
     assert "with [lora], steps took" in text
     assert cli.run(words) == 0
-    assert "\nhalf the parameters" in capsys.readouterr().out  # control
+    assert "\ncompute-optimal for" in capsys.readouterr().out  # control
 
 
 def test_experts_are_counted_but_the_law_of_dense_models_is_not_asked(capsys: Capture) -> None:
@@ -131,7 +128,6 @@ def test_a_distance_that_is_too_small_to_tell_is_not_given(capsys: Capture) -> N
         texts.append(capsys.readouterr().out)
     assert "a loss less than 0.01 nats lower" in texts[0]
     assert re.search(r"a loss 0\.\d\d nats lower", texts[1])
-    assert texts[0].count(" FLOPs") == 1  # of the smaller model, in units of the run's
 
 
 @pytest.mark.full
@@ -167,30 +163,6 @@ def test_layouts_that_do_not_fit_are_one_line(capsys: Capture) -> None:
     assert line == f"not {', '.join(sizes)}: too large even with mode = 'full' and micro-batches of 1"
 
 
-def test_a_rate_of_failures_decides_how_often_to_save(capsys: Capture) -> None:
-    usual, own = (planned(capsys, *BIG, *words) for words in ([], ["--mtbf=40"]))
-    stall_s, step_s = 0.42 / 16.7 * own["checkpoint"]["gib"] / 8, own["time"]["step_s"]
-    steps = own["checkpoint"]["best_interval_steps"]
-    assert steps == round((2 * stall_s * 40 * 3600) ** 0.5 / step_s)
-    lost = stall_s / (steps * step_s) + steps * step_s / (2 * 40 * 3600)
-    assert own["checkpoint"]["lost_share"] == pytest.approx(lost)
-    assert own["checkpoint"]["expected_failures"] == pytest.approx(own["time"]["hours"] / 40)
-    assert usual["checkpoint"]["hours_between_failures"] == pytest.approx(50677 / 8, rel=1e-4)
-    assert usual["checkpoint"]["lost_share"] < lost
-    assert cli.run([*BIG, "--mtbf=40"]) == 0
-    assert "; with a failure every 40 hours, a save every " in capsys.readouterr().out
-    assert cli.run(BIG) == 0
-    assert "; with a failure every 264 days (the rate of Llama 3 405B), a save" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("hours", "text"),
-    [(0.5, "30 minutes"), (3.09, "3.09 hours"), (47, "47 hours"), (792, "33 days"), (50677, "5.78 years")],
-)
-def test_times_between_failures_have_a_fitting_unit(hours: float, text: str) -> None:
-    assert span(hours) == text
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -210,10 +182,6 @@ def test_times_between_failures_have_a_fitting_unit(hours: float, text: str) -> 
             ["--model.overrides.n_layers=1001"],
             "command line, --model.overrides.n_layers: a plan counts at most",
         ),
-        (["--svg=README.md"], "command line, --svg: README.md does not end in .svg"),
-        (["--mtbf=1e12"], "is not a number of hours such as 36.5, above 0 and below 1e12"),
-        (["--mtbf=0"], "--mtbf: '0' is not a number of hours such as 36.5"),
-        (["--mtbf=-3"], "is not a number of hours"),
         (["--measured=no/such.json"], "command line, --measured: no/such.json cannot be read: No such file"),
     ],
 )
@@ -241,9 +209,8 @@ def test_small_jobs_have_small_units(capsys: Capture) -> None:
     assert re.search(r"\ntogether +0\.000\d{3}\n", text)
     assert re.search(r"\nabout [\d.]+M tokens/s per GPU, MFU ", text)
     cost = "less than 0.01 in the currency of --price"
-    assert re.search(rf"\n\d\.\d+ seconds, less than 0\.01 GPU hours, {cost}\n", text)
-    saves = "a save at the end costs least: less than 0.01 failures are expected in this run"
-    assert f"\ncheckpoint: 21.0 MiB; {saves}\n" in text
+    assert re.search(rf"\n[\d.]+ minutes, less than 0\.01 GPU hours, {cost}\n", text)
+    assert "\ncheckpoint: 21.0 MiB\n" in text
     assert "extrapolated, because the law's runs had at least 70M parameters and 5B tokens" in text
     assert cli.run(["plan", "llama3_8b", "--gpus=64xH100"]) == 0
     assert "extrapolated" not in capsys.readouterr().out  # control

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -198,8 +197,8 @@ def test_the_run_of_a_killed_search_saves_and_ends(tmp_path: Path, corpus: Path,
     while not list((run / "checkpoint").glob("step-*")):
         assert time.monotonic() < deadline, "it trains on"
         time.sleep(0.05)
-    with closing(FolderLock(run)):  # waits until the run has ended
-        pass
+    with FolderLock(run) as lock:
+        lock.take()  # waits until the run has ended
     assert "SIGTERM: finishing this step and saving" in Path(f"{run}.log").read_text()
 
 

@@ -399,10 +399,10 @@ def test_a_state_that_is_not_finite_is_not_saved(
     """A moment that became infinite in a step whose loss and norm were finite."""
     save = Checkpointer.save
 
-    def spoiled(self: Checkpointer, net: Any, optimizer: Any, state: Any, *rest: Any) -> None:
+    def spoiled(self: Checkpointer, state: Any) -> None:
         if state.step == 4:
-            next(iter(optimizer.state.values()))["exp_avg_sq"].view(-1)[3] = math.inf
-        save(self, net, optimizer, state, *rest)
+            next(iter(state.optimizer.state.values()))["exp_avg_sq"].view(-1)[3] = math.inf
+        save(self, state)
 
     monkeypatch.setattr(Checkpointer, "save", spoiled)
     job = make_job(tmp_path, corpus, "--checkpoint.interval=2")
@@ -417,11 +417,11 @@ def poisoned(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> J
     """A run whose newest checkpoint, step 4, holds a NaN, as one from elsewhere might."""
     save = Checkpointer.save
 
-    def spoiled(self: Checkpointer, net: Any, optimizer: Any, state: Any, *rest: Any) -> None:
+    def spoiled(self: Checkpointer, state: Any) -> None:
         with torch.no_grad():
-            weight = dict(net.named_parameters())["model.norm.weight"]
+            weight = dict(state.net.named_parameters())["model.norm.weight"]
             weight[0] = math.nan if state.step == 4 else weight[0]
-            save(self, net, optimizer, state, *rest)
+            save(self, state)
 
     with monkeypatch.context() as m:
         m.setattr(Checkpointer, "save", spoiled)

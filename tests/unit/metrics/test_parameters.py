@@ -48,7 +48,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
     """A run of six steps with a report on each, of which the third is skipped."""
     job = make_job(
         tmp_path_factory.mktemp("parameters"), corpus, DETAILED, "--training.steps=6",
-        "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0", "--metrics.enable_tensorboard=true",
+        "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0", "--metrics.sinks=[{name = 'tensorboard'}]",
         f"--optimizer.param_groups=[{{pattern = '{NORM}', lr_multiplier = 0.0}}]",
     )  # fmt: skip
     with bad_steps({3}):

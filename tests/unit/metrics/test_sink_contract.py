@@ -19,7 +19,6 @@ from titanlite.config.component import ConfigError
 from titanlite.job import Job
 from titanlite.metrics.meter import Metrics
 from titanlite.metrics.sinks.base import RunInfo, Sink, Sinks, Writer
-from titanlite.metrics.sinks.tensorboard import TensorBoard
 from titanlite.train import train
 
 LOSS = {"train/loss": 2.0}
@@ -81,7 +80,8 @@ def info(folder: Path) -> RunInfo:
 
 @pytest.mark.parametrize("tensorboard", [True, False])
 def test_what_a_run_opens(tmp_path: Path, tensorboard: bool) -> None:
-    sinks = Metrics(enable_tensorboard=tensorboard).open_sinks(info(tmp_path))
+    metrics = Metrics() if tensorboard else Metrics(sinks=[])
+    sinks = metrics.open_sinks(info(tmp_path))
     always = ["console", "metrics.jsonl", "tables", "events.jsonl", "samples.txt"]
     assert [*sinks.writers] == always + ["tensorboard"] * tensorboard
     sinks.write(1, LOSS)
@@ -92,26 +92,10 @@ def test_what_a_run_opens(tmp_path: Path, tensorboard: bool) -> None:
     assert (tmp_path / "tb").exists() == tensorboard
 
 
-def test_tensorboard_by_its_table_is_the_same_sink(tmp_path: Path) -> None:
-    metrics = Metrics(enable_tensorboard=False, sinks=[TensorBoard()])
-    assert [*metrics.open_sinks(info(tmp_path)).writers][-1] == "tensorboard"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key", "message"),
-    [
-        ([], "metrics.sinks.0.name", "'tensorboard' is also on by metrics.enable_tensorboard; set that to"),
-        (["{name = 'tensorboard'}"], "metrics.sinks.1.name", "'tensorboard' is named twice"),
-    ],
-)
-def test_naming_a_sink_twice_is_an_error(
-    tmp_path: Path, corpus: Path, overrides: list[str], key: str, message: str
-) -> None:
-    sinks = ", ".join(["{name = 'tensorboard'}", *overrides])
-    on = "true" if not overrides else "false"
-    with pytest.raises(ConfigError) as e:
-        make_job(tmp_path, corpus, f"--metrics.sinks=[{sinks}]", f"--metrics.enable_tensorboard={on}")
-    assert f"--{key}: {message}" in str(e.value)
+def test_naming_a_sink_twice_is_an_error(tmp_path: Path, corpus: Path) -> None:
+    twice = "--metrics.sinks=[{name = 'tensorboard'}, {name = 'tensorboard'}]"
+    with pytest.raises(ConfigError, match=r"sinks\.1\.name: 'tensorboard' is named twice"):
+        make_job(tmp_path, corpus, twice)
 
 
 SYNCHRONOUS = "--checkpoint.async_mode=disabled"
@@ -219,4 +203,4 @@ def test_a_package_that_is_missing_ends_the_start(tmp_path: Path, monkeypatch: p
             return Writer()
 
     with pytest.raises(ConfigError, match="absent needs a package that is not installed: No module named"):
-        Metrics(enable_tensorboard=False, sinks=[Absent()]).open_sinks(info(tmp_path))
+        Metrics(sinks=[Absent()]).open_sinks(info(tmp_path))

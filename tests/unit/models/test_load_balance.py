@@ -71,7 +71,7 @@ def test_controls_no_loss_and_each_micro_batchs_own_loads_are_other_gradients() 
 
 def test_control_counting_in_the_forward_counts_repeated_forwards_twice() -> None:
     model, batch = moe_model(1, 0, BALANCE["global"], **FULL), sequences()
-    loads = model.settings.expert_loads
+    loads = model.expert_loads
     assert loads is not None
     loads.counts_in_forward = True
     loads.enable(model.net)
@@ -136,7 +136,7 @@ def test_the_first_step_has_no_gradient_of_the_loss_global() -> None:
 
 def test_metrics_of_uneven_loads() -> None:
     model = moe_model(1, 0, LoadBalance(z_loss_coeff=0.5))
-    loads = model.settings.expert_loads
+    loads = model.expert_loads
     assert loads is not None
     loads.begin_step([sequences()])
     tokens = torch.tensor([NUM_TOKENS] * NUM_CHOSEN + [0.0] * (NUM_EXPERTS - NUM_CHOSEN))

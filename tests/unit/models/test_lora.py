@@ -10,19 +10,21 @@ import torch
 
 from tests.support.models import family, row
 from titanlite.config.component import ConfigError
+from titanlite.losses import CrossEntropy
 from titanlite.mesh import ALONE
 from titanlite.models.base import Decoder
 from titanlite.models.lora import LoRA
 from titanlite.optim.muon import Muon
+from titanlite.parallel.apply import parallelize
 from titanlite.parallel.initialize import fill_normal
-from titanlite.parallel.sharded_model import ShardedModel
+from titanlite.parallel.settings import ParallelSettings
 
 
 def adapted(*, pipeline_parallel: bool = False, **keys: Any) -> Decoder:
     """A model with initial weights and adapters."""
     net = family().build_on_meta()
     LoRA(enable=True, **{"rank": 4, "alpha": 6.0, **keys}).apply(net, pipeline_parallel)
-    ShardedModel(net, lambda *_: torch.zeros(())).materialize(torch.device("cpu"), seed=0)
+    parallelize(net, CrossEntropy(), ALONE, ParallelSettings()).materialize(torch.device("cpu"), seed=0)
     return net
 
 
@@ -52,7 +54,7 @@ def test_a_layer_computes_the_merged_matrix() -> None:
 
 def test_adapters_start_as_nothing_and_names_of_the_base_model_stay() -> None:
     plain, net = family().build_on_meta(), adapted()
-    ShardedModel(plain, lambda *_: torch.zeros(())).materialize(torch.device("cpu"), seed=0)
+    parallelize(plain, CrossEntropy(), ALONE, ParallelSettings()).materialize(torch.device("cpu"), seed=0)
     with torch.no_grad():
         assert torch.equal(net(row(16)), plain(row(16)))
     ours, theirs = dict(net.named_parameters()), dict(plain.named_parameters())

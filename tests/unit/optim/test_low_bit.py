@@ -15,12 +15,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.checkpoints import state_of
 from tests.support.jobs import make_job, metrics_of
 from tests.support.low_bit import Cut, gradient, grid, joined, rows, trained_shards, whole
 from tests.support.models import Parameters, family
 from tests.support.runs import assert_same, run_in_hops
 from tests.support.tiers import full
-from titanlite.checkpoint.state import non_finite, tensors_of
+from titanlite.checkpoint.state import non_finite
 from titanlite.config.component import ConfigError
 from titanlite.mesh import ALONE
 from titanlite.optim import low_bit
@@ -325,9 +326,9 @@ def test_scales_that_are_not_finite_are_found() -> None:
     net = Parameters(params)
     optimizer = steps(AdamW(state_dtype="int8"), params)
     optimizer.state[params["weight"]]["clip_norm"] = torch.tensor(torch.inf)
-    assert non_finite(tensors_of(net, optimizer)) == []
+    assert non_finite(state_of(net, optimizer).tensors()) == []
     optimizer.state[params["weight"]]["exp_avg_sq_scale"][3, 2] = torch.inf
-    assert non_finite(tensors_of(net, optimizer)) == ["optimizer.weight.exp_avg_sq_scale"]
+    assert non_finite(state_of(net, optimizer).tensors()) == ["optimizer.weight.exp_avg_sq_scale"]
 
 
 def test_tensor_parallel_may_not_cut_a_block() -> None:

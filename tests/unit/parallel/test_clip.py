@@ -4,7 +4,6 @@ leave the averages alone, and runs that resume to the bit."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from tests.support.non_finite import bad_steps
 from tests.support.runs import assert_same, history, run_in_hops
 from tests.support.tiers import full
 from titanlite.checkpoint.checkpointer import Checkpointer
-from titanlite.checkpoint.state import optimizer_tensors
+from titanlite.checkpoint.state import TrainState, optimizer_tensors
 from titanlite.config.component import ConfigError
 from titanlite.optim.base import guarded_step
 from titanlite.parallel import clip
@@ -161,9 +160,9 @@ def test_a_resumed_run_clips_as_the_uninterrupted_one(
 
     load = Checkpointer.load  # control: the averages are lost
 
-    def forgetful(self: Checkpointer, net: nn.Module, optimizer: torch.optim.Optimizer, *rest: Any) -> None:
-        load(self, net, optimizer, *rest)
-        for moments in optimizer.state.values():
+    def forgetful(self: Checkpointer, state: TrainState) -> None:
+        load(self, state)
+        for moments in state.optimizer.state.values():
             moments["clip_norm"].fill_(torch.inf)
 
     monkeypatch.setattr(Checkpointer, "load", forgetful)

@@ -15,13 +15,15 @@ from tests.support.tiers import full, sampled
 from titanlite.attention.sdpa import SDPA
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch
-from titanlite.losses import ChunkedCrossEntropy, cross_entropy
+from titanlite.losses import ChunkedCrossEntropy, CrossEntropy, cross_entropy
+from titanlite.mesh import ALONE
 from titanlite.models.base import Decoder
 from titanlite.models.decoder import Block
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint, apply_activation_checkpoint
+from titanlite.parallel.apply import parallelize
 from titanlite.parallel.compile import Compilations, Compile, apply_compile
-from titanlite.parallel.sharded_model import ShardedModel
+from titanlite.parallel.settings import ParallelSettings
 
 SHAPE = {
     "dim": 32,
@@ -117,7 +119,7 @@ def test_each_sequence_length_has_one_graph(masked: bool) -> None:
     batch = Batch(tokens, tokens, tokens.numel(), 0, torch.arange(12).expand(2, -1) % 5 if masked else None)
     graphs = []
     for num_splits in (4, 2, 1, 2, 4):
-        models = [ShardedModel(net, cross_entropy) for net in nets]
+        models = [parallelize(net, CrossEntropy(), ALONE, ParallelSettings()) for net in nets]
         split = batch.split(num_splits)
         plain, compiled = (m.forward_backward([split], torch.tensor(24)) for m in models)
         assert compiled.item() == pytest.approx(plain.item(), rel=1e-6)
@@ -306,7 +308,7 @@ def test_samples_leave_the_compiler_alone() -> None:
     torch.compiler.reset()
     net, compilations = build(), Compilations()
     apply_compile(net, Compile(enable=True, backend="eager"))
-    model = ShardedModel(net, cross_entropy)
+    model = parallelize(net, CrossEntropy(), ALONE, ParallelSettings())
     for length in (3, 5, 8):
         model.logits(torch.arange(length)[None])
     assert compilations.since_last() == {}

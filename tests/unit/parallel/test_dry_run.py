@@ -12,8 +12,9 @@ from tests.support.tiers import full
 from titanlite.losses import CrossEntropy
 from titanlite.mesh import build_mesh, local_shard
 from titanlite.parallel import dry_run
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
 from titanlite.parallel.dry_run import PipelineRank, RankModel, model_of_rank
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallelism import Degrees, Parallelism
 
 KEYS = {

@@ -18,8 +18,9 @@ from titanlite.mesh import Mesh, build_mesh, local_shard
 from titanlite.models.base import ModelFamily
 from titanlite.models.moe import places
 from titanlite.models.qwen3_moe import Qwen3MoE
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
 from titanlite.parallel.expert_parallel import _order_by_expert, check_expert_parallel
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.parallelism import Degrees, Parallelism
 from titanlite.torch_compat import fake_process_group
@@ -148,7 +149,7 @@ def test_layouts_are_described_with_the_axes_of_experts() -> None:
     text = Parallelism(expert_parallel_degree=4).describe(degrees, 8)
     assert text == "dp_shard 4 x tp 2, experts: expert_fsdp 2 x expert 4"
     assert Parallelism().describe(Degrees(1, 1, 4, 1, 1), 8) == "dp_shard 4"
-    assert not Mesh(degrees, 0, None, 4).shards_experts_apart, "a single process shards nothing"
+    assert not Mesh(degrees, 0, None, 4).has_expert_axes, "a single process shards nothing"
 
 
 def test_rows_are_sorted_by_expert_and_then_by_rank() -> None:

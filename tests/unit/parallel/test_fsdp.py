@@ -17,7 +17,8 @@ from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.qwen3 import Qwen3
 from titanlite.models.qwen3_moe import Qwen3MoE
 from titanlite.parallel import fsdp
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallelism import Parallelism
 from titanlite.torch_compat import fake_process_group
 
@@ -77,11 +78,11 @@ def test_all_fsdp_modules_use_symmetric_memory(monkeypatch: pytest.MonkeyPatch) 
 
 def test_symmetric_memory_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen, cuda = Parallelism(fsdp_symmetric_memory=True), torch.device("cuda")
-    monkeypatch.setattr("titanlite.mesh.symmetric_memory_of_fsdp", lambda: None)
+    monkeypatch.setattr("titanlite.parallelism.symmetric_memory_of_fsdp", lambda: None)
     with pytest.raises(ConfigError, match=r"from torch 2\.13 on; this is torch .*: unset it") as e:
         chosen.check_device(cuda)
     assert e.value.key == "parallelism.fsdp_symmetric_memory"
     chosen.check_device(torch.device("cpu"))
     Parallelism().check_device(cuda)
-    monkeypatch.setattr("titanlite.mesh.symmetric_memory_of_fsdp", lambda: print)
+    monkeypatch.setattr("titanlite.parallelism.symmetric_memory_of_fsdp", lambda: print)
     chosen.check_device(cuda)

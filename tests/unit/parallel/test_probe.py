@@ -22,12 +22,14 @@ from titanlite.attention import recording
 from titanlite.attention.base import Attention
 from titanlite.attention.sdpa import SDPAttention
 from titanlite.data.batch import Batch
-from titanlite.losses import cross_entropy
+from titanlite.losses import CrossEntropy
+from titanlite.mesh import ALONE
 from titanlite.metrics.probe import probe_metrics
 from titanlite.models.decoder import Block, RotaryDecoder
 from titanlite.models.layers import apply_rope, rope_tables
-from titanlite.parallel.probe import BlockStatistics
-from titanlite.parallel.sharded_model import ShardedModel
+from titanlite.parallel.apply import parallelize
+from titanlite.parallel.probe import BlockStatistics, mlp_units
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.torch_compat import compilations
 from titanlite.train import train
 
@@ -169,7 +171,7 @@ def test_what_is_not_known_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     sharded = model()
     monkeypatch.setattr(type(sharded.attention), "for_sequences", lambda self, tokens: Silent())
     monkeypatch.setattr(RotaryDecoder, "mlp_down", "")
-    sharded.settings.__dict__["mlp_units"] = None
+    monkeypatch.setattr(sharded, "_mlp_units", mlp_units(sharded.net))
     actual = sharded.probe(batch(with_documents=False))
     assert all(
         b.attention_logit_max == b.attention_entropy == [] and b.dead_units_pct is None for b in actual
@@ -185,7 +187,7 @@ def test_a_family_from_outside_names_its_layer() -> None:
         nn.init.normal_(parameter)
     with torch.no_grad():
         net.get_submodule("h.1.mlp.up").weight[5] = 0  # gelu(0) = 0
-    actual = ShardedModel(net, cross_entropy).probe(batch())
+    actual = parallelize(net, CrossEntropy(), ALONE, ParallelSettings()).probe(batch())
     assert [b.block for b in actual] == ["h.0", "h.1"]
     assert [b.dead_units_pct for b in actual] == [0, pytest.approx(100 / 64)]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import blind_points, plan_errors
-from titanlite import startup
+from titanlite import start
 from titanlite.attention.sdpa import SDPA
 from titanlite.job import Job, load_job
 from titanlite.lab.cards import CARDS, GIB, Cluster
@@ -181,14 +181,14 @@ def test_a_run_decides_by_the_smallest_gpu_and_says_so(
     smallest: int, choice: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(startup.logger, "info", lines.append)
+    monkeypatch.setattr(start.logger, "info", lines.append)
     job = job_of()
-    resolved = startup._resolve_reshard(job, runtime("cuda", smallest))
+    resolved = start._resolve_reshard(job, runtime("cuda", smallest))
     assert resolved == replace(job.parallelism, fsdp_reshard_after_forward=choice)
     (message,) = lines
     assert message.startswith(line)
-    assert startup._resolve_reshard(job, runtime("cpu", smallest)) is job.parallelism
-    assert startup._resolve_reshard(job, runtime("cuda", smallest, is_sharded=False)) is job.parallelism
+    assert start._resolve_reshard(job, runtime("cpu", smallest)) is job.parallelism
+    assert start._resolve_reshard(job, runtime("cuda", smallest, is_sharded=False)) is job.parallelism
 
 
 def test_the_smallest_memory_is_that_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:

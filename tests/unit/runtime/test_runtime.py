@@ -7,13 +7,11 @@ import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from tests.support.jobs import make_job
-from titanlite.checkpoint.commit import CheckpointError
 from titanlite.metrics.meter import Meter
 from titanlite.runtime.environment import NOTES
 from titanlite.runtime.process import reporting_to_launcher
@@ -109,14 +107,6 @@ def test_a_stop_is_no_error(note: Path) -> None:
     with pytest.raises(Stopped), reporting_to_launcher(0):
         raise Stopped
     assert note.read_text() == ""
-
-
-def test_an_error_of_rank_zero_keeps_its_exit_code_on_all_ranks() -> None:
-    told: list[Any] = []
-    rank_zero, error = SimpleNamespace(world_size=2, rank=0, _tell=told.append), CheckpointError("format 4")
-    with pytest.raises(CheckpointError), Runtime.rank_zero_first(rank_zero):  # type: ignore[arg-type]
-        raise error
-    assert told == [[error]]
 
 
 def test_a_rank_that_fails_says_so_before_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

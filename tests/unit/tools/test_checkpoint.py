@@ -67,7 +67,7 @@ def test_list_tells_what_else_is_there(run: Path, capsys: pytest.CaptureFixture[
     flip(folder / "step-3/manifest.json")
     toy = Toy()
     start = open_run(run)
-    start.load(toy.net, toy.optimizer, toy.state)
+    start.load(toy.state)
     start.close()
     flip(folder / "step-2/manifest.json")
     (folder / ".partial-step-9").mkdir()
@@ -80,7 +80,7 @@ def test_list_tells_what_else_is_there(run: Path, capsys: pytest.CaptureFixture[
 def test_list_tells_of_a_run_that_went_back(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     toy = Toy()
     back = open_run(run, load_step=1)
-    back.load(toy.net, toy.optimizer, toy.state)
+    back.load(toy.state)
     back.close()
     assert output(capsys, "list", run)[3:] == [
         "archived-0: steps 2, 3, archived when the run went back or restarted"

@@ -1,8 +1,8 @@
 """titanlite metrics push RUN [--section.key=value ...] [--allow-imports]
 
 Send the steps and samples of a run folder that an experiment tracker lacks, to each tracker that the run's
-job.toml names (`[[metrics.sinks]]` with wandb, mlflow or trackio, or metrics.enable_wandb). Overrides choose
-another tracker: --metrics.enable_wandb, or --metrics.sinks='[{name = "mlflow", tracking_uri = "http://..."}]'.
+job.toml names (`[[metrics.sinks]]` with wandb, mlflow or trackio). Overrides choose another tracker:
+--metrics.sinks='[{name = "mlflow", tracking_uri = "http://..."}]'.
 It can be repeated: nothing is sent twice. A run that is training is refused, because it sends by itself.
 """
 
@@ -19,8 +19,8 @@ from titanlite.config.overrides import split_words
 from titanlite.job import Job, load_job
 from titanlite.log import printable, tell
 from titanlite.metrics.sinks.base import RunInfo
-from titanlite.metrics.sinks.tracker import Tracker, metrics_of
 from titanlite.options import take_flag
+from titanlite.report.trackers.tracker import Tracker, metrics_of
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,19 +36,16 @@ def main(argv: Sequence[str]) -> int:
     if not (folder / "job.toml").exists():
         raise ConfigError(f"{folder} is not a run folder: it has no job.toml")
     job = load_job(folder / "job.toml", overrides, world_size=None, allow_imports=allow)
-    trackers = [sink for sink in job.metrics.all_sinks() if isinstance(sink, Tracker)]
+    trackers = [sink for sink in job.metrics.sinks if isinstance(sink, Tracker)]
     if not trackers:
         raise ConfigError(
-            f"{folder / 'job.toml'} names no tracker; add --metrics.enable_wandb, or "
-            "--metrics.sinks='[{name = \"mlflow\"}]'",
+            f"{folder / 'job.toml'} names no tracker; add --metrics.sinks='[{{name = \"wandb\"}}]'",
             "metrics.sinks",
         )
-    lock = FolderLock(folder, wait_s=0)
-    try:
+    with FolderLock(folder) as lock:
+        lock.take(wait_s=0)
         is_sent = [_push(folder, job, tracker) for tracker in trackers]
         return 0 if all(is_sent) else 1
-    finally:
-        lock.close()
 
 
 def _push(folder: Path, job: Job, tracker: Tracker) -> bool:

@@ -18,13 +18,13 @@ from tests.support.trackers import FakeClient, Server, run_info
 from titanlite.config import json_file
 from titanlite.config.component import ConfigError
 from titanlite.metrics.meter import Metrics
-from titanlite.metrics.sinks import background
-from titanlite.metrics.sinks.background import Background
 from titanlite.metrics.sinks.base import RunInfo, Sink, Writer
-from titanlite.metrics.sinks.mlflow import MLflow
-from titanlite.metrics.sinks.tracker import Client, Tracker
-from titanlite.metrics.sinks.trackio import Trackio
-from titanlite.metrics.sinks.wandb import WandB
+from titanlite.report.trackers import background
+from titanlite.report.trackers.background import Background
+from titanlite.report.trackers.mlflow import MLflow
+from titanlite.report.trackers.tracker import Client, Tracker
+from titanlite.report.trackers.trackio import Trackio
+from titanlite.report.trackers.wandb import WandB
 from titanlite.train import train
 
 HANG_S = 0.3  # without the thread, each call takes this long
@@ -230,6 +230,6 @@ def test_a_missing_library_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
     for sink in (WandB(), MLflow(), Trackio()):
         monkeypatch.setitem(sys.modules, sink.name, None)
         with pytest.raises(ConfigError) as e:
-            Metrics(enable_tensorboard=False, sinks=[sink]).open_sinks(run_info(tmp_path))
+            Metrics(sinks=[sink]).open_sinks(run_info(tmp_path))
         assert f"pip install 'titanlite[{sink.name}]'" in str(e.value)
         assert "\n" not in str(e.value)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.metrics.sinks.base import RunInfo
-from titanlite.metrics.sinks.tracker import Client, Numbers, Tracker, TrackerRun
+from titanlite.report.trackers.tracker import Client, Numbers, Tracker, TrackerRun
 
 
 @dataclass(frozen=True, kw_only=True)

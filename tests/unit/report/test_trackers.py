@@ -15,7 +15,7 @@ from tests.support.trackers import RUN_ID, FakeClient, Server, deliver, values
 from titanlite.metrics.sinks.base import Event, RunInfo, Values
 from titanlite.metrics.sinks.jsonl import JsonLines
 from titanlite.metrics.sinks.samples import Samples
-from titanlite.metrics.sinks.tracker import Delivery, TrackerRun, flatten, numbers_of
+from titanlite.report.trackers.tracker import Delivery, TrackerRun, flatten, numbers_of
 
 BRANCH = f"{RUN_ID}-b1"
 
@@ -328,14 +328,6 @@ def test_damaged_lines_of_metrics_are_left_out(tmp_path: Path) -> None:
     server = Server()
     deliver(tmp_path, FakeClient(server), 3)
     assert server.steps() == [1, 3]
-
-
-def test_a_journal_that_is_not_a_file_is_moved_aside(tmp_path: Path) -> None:
-    (tmp_path / "trackers/fake.jsonl").mkdir(parents=True)
-    server = Server()
-    Course(tmp_path, FakeClient(server)).steps(1, 2)
-    assert server.steps() == [1, 2]
-    assert (tmp_path / "trackers/fake.damaged-0.jsonl").is_dir()
 
 
 def test_numbers_of_a_record() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from titanlite.config import json_file
 from titanlite.log import logger
-from titanlite.metrics.records import Records, end_last_line, read_own
+from titanlite.metrics.records import append, end_last_line
 
 
 class Branch(NamedTuple):
@@ -40,8 +39,8 @@ class Journal:
         self._path = path
         self._sent = dict[tuple[Branch, str], dict[str, str]]()  # by branch and target, the newest last
         path.parent.mkdir(exist_ok=True)
-        self._read(read_own(path))
-        self._records = Records(path, partial(end_last_line, path))
+        end_last_line(path)
+        self._read(path.read_bytes() if path.exists() else b"")
 
     def _read(self, content: bytes) -> None:
         sent, num_damaged = dict[str, str](), 0
@@ -84,9 +83,5 @@ class Journal:
         """Note that a record was sent."""
         self._append({"sent": key, "signature": signature})
 
-    def close(self) -> None:
-        """Close the file."""
-        self._records.close()
-
     def _append(self, entry: dict[str, object]) -> None:
-        self._records.append(json.dumps(entry).encode() + b"\n")
+        append(self._path, json.dumps(entry).encode() + b"\n")

@@ -5,7 +5,10 @@ recorded job.toml.
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +16,7 @@ from tests.support.jobs import make_job
 from titanlite import cli
 from titanlite.config.component import ConfigError
 from titanlite.job import load_job
-from titanlite.startup import skipped_sequences
+from titanlite.start import skipped_sequences
 from titanlite.train import train
 
 AUTO = "--lr_scheduler.warmup_steps=-1"
@@ -32,6 +35,23 @@ def test_the_sequences_that_cannot_be_skipped_any_more(tmp_path: Path, trained: 
     job = make_job(tmp_path, tmp_path, f"--data.skip_sequences={trained}")
     with pytest.raises(ConfigError, match=f"^the run has already trained on {text}"):
         skipped_sequences(job, {"skipped": [], "sequences": 9, "step": 1})
+
+
+def test_a_resume_opens_each_small_file_of_its_checkpoint_once(tmp_path: Path, corpus: Path) -> None:
+    """The start is decided once, and the decision is passed on. The save that follows reads nothing again."""
+    train(make_job(tmp_path, corpus, "--training.steps=2"))
+    step, opened = tmp_path / "run/checkpoint/step-2", Counter[str]()
+    is_counting = True
+
+    def count(event: str, args: tuple[Any, ...]) -> None:  # a hook stays until the process ends
+        if is_counting and event == "open" and isinstance(args[0], (str, Path)):
+            opened[str(args[0])] += 1
+
+    sys.addaudithook(count)
+    assert train(make_job(tmp_path, corpus, "--training.steps=4")) == 0
+    is_counting = False
+    for name in ("manifest.json", "train.json", "job.toml", ".metadata"):
+        assert opened[str(step / name)] == 1, name
 
 
 def test_a_new_run_that_is_refused_for_its_epochs_leaves_no_folder(tmp_path: Path, corpus: Path) -> None:

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from titanlite.metrics.sinks.base import RunInfo
-from titanlite.metrics.sinks.tracker import Client, Numbers, Tracker, TrackerRun, flatten
+from titanlite.report.trackers.tracker import Client, Numbers, Tracker, TrackerRun, flatten
 
 ID_TAG = "titanlite.run_id"
 MAX_METRICS, MAX_PARAMS, MAX_CHARACTERS = 1000, 100, 6000  # of one request; of one parameter

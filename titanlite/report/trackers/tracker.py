@@ -24,10 +24,10 @@ from titanlite.config import json_file
 from titanlite.config.component import ConfigError
 from titanlite.files import FileFault, open_regular, read_regular
 from titanlite.log import logger
-from titanlite.metrics.sinks.background import Background
 from titanlite.metrics.sinks.base import Event, RunInfo, Sink, Values, Writer
-from titanlite.metrics.sinks.journal import Branch, Journal
 from titanlite.metrics.sinks.samples import split_samples, step_of_sample
+from titanlite.report.trackers.background import Background
+from titanlite.report.trackers.journal import Branch, Journal
 
 Numbers = Mapping[str, float]
 NOT_FINITE = ("nan", "inf", "-inf")  # strings in metrics.jsonl
@@ -156,7 +156,6 @@ class Delivery(Writer):
         finally:
             if self._is_begun:
                 self._client.end(is_complete=self._last_step >= self._run.total_steps)
-            self._journal.close()
 
     def _branch_at_start(self) -> Branch:
         """The branch that the run continues: a new one if it has gone back with load_step, or if records were

@@ -1,0 +1,46 @@
+"""`last_commit.json` in the run folder records the newest checkpoint that the run has committed.
+
+It lies outside the checkpoint folder. The checkpoint folder may be missing because its disk is not mounted or
+`checkpoint.folder` was changed; without this record, such a run would start again at step 1."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from titanlite.checkpoint.commit import CheckpointError
+from titanlite.files import sync, write_atomically
+
+NAME = "last_commit.json"
+
+
+class LastCommit(NamedTuple):
+    """Content of last_commit.json. `step`: step of the newest checkpoint, None before the first commit.
+    `folder`: checkpoint.folder at that time. `restarted`: whether checkpoint.restart was set at the last
+    start and has been carried out. `load_step`: checkpoint.load_step of the last start."""
+
+    step: int | None = None
+    folder: str = ""
+    restarted: bool = False
+    load_step: int = -1
+
+
+def read(run_folder: Path) -> LastCommit | None:
+    """The record of a run folder, or None if there is none. Raises CheckpointError if it is damaged."""
+    file = run_folder / NAME
+    try:
+        return LastCommit(**json.loads(file.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as e:
+        raise CheckpointError(
+            f"{file} cannot be read ({e}): if this run has saved no checkpoint, delete that file; "
+            "otherwise put the checkpoints back"
+        ) from None
+
+
+def write(run_folder: Path, record: LastCommit) -> None:
+    """Replace the record of a run folder, on rank 0, which holds the folder's lock."""
+    write_atomically(run_folder / NAME, json.dumps(record._asdict()) + "\n")
+    sync(run_folder)

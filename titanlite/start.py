@@ -1,0 +1,454 @@
+"""The start of a run. `decide_start` chooses between a new run, a resumed one and a restart, and `assemble`
+opens and checks all that the run reads. Neither writes into the run folder, so that `titanlite config
+--ranks` can call them without a run. Their results are passed on: nothing is asked again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titanlite.attention.base import AttentionBackend, AttentionNeeds
+from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.lock import FolderLock
+from titanlite.checkpoint.ranks import Ranks
+from titanlite.checkpoint.run_identity import differences, spell
+from titanlite.checkpoint.start import Resume, Start, check_labels, check_run_identity, decide
+from titanlite.checkpoint.state import BaseModel, TrainState, listed
+from titanlite.config import toml
+from titanlite.config.component import ConfigError, Unreadable, keys_in
+from titanlite.data.dataset import RunSequences
+from titanlite.data.loader import Loader, LoaderLayout
+from titanlite.data.skips import SkippedSequences
+from titanlite.data.sources import Source, short_names
+from titanlite.errors import LoaderError
+from titanlite.files import write_atomically
+from titanlite.flops import peak_bf16_flops
+from titanlite.interop.formats import locate_base
+from titanlite.interop.initial import check_initial, load_base, load_initial
+from titanlite.interop.weights import ModelAndTokenizer
+from titanlite.job import TOKENIZER, Job, build_tokenizer
+from titanlite.log import logger
+from titanlite.metrics.guard import StepGuard
+from titanlite.metrics.memory import building
+from titanlite.metrics.meter import Meter, StepCost
+from titanlite.metrics.sinks.base import RunInfo, Sinks
+from titanlite.optim.ema import WeightAverage
+from titanlite.parallel.apply import parallelize
+from titanlite.parallel.clip import Clipper
+from titanlite.parallel.settings import ParallelSettings
+from titanlite.parallel.sharded_model import ShardedModel
+from titanlite.parallelism import Parallelism
+from titanlite.runtime.process import device_name
+from titanlite.runtime.runtime import Runtime, environment
+from titanlite.runtime.training import BatchLayout
+from titanlite.stages import Stages
+from titanlite.start_log import about_steps, job_toml_text, summary
+from titanlite.tasks.requests import OpenTask
+from titanlite.tokenizers.base import Tokenizer
+
+
+def decide_start(job: Job, ranks: Ranks, lock: FolderLock) -> Start:
+    """Decide how the run starts. An existing run folder is locked first; the folder of a first start is made
+    and locked when its checks have passed. Collective."""
+    return ranks.from_rank_zero(lambda: decide(job.checkpoint, job.folder, lock=lock))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The inputs of a run, open and checked. `job`: with all amounts of training as numbers of steps and
+    sequences, and with the version of a stream. `num_parameters`, `flops_per_token`: of the whole model, the
+    latter by sequence length. `about`: log lines on the configuration. `train`: the train.json of the
+    checkpoint that the run resumes from, or None; `data_lines`: the log lines of `check_data` for it."""
+
+    job: Job
+    tokenizer: Tokenizer
+    tasks: Sequence[OpenTask]
+    sequences: RunSequences
+    stages: Stages
+    identity: dict[str, Any]
+    num_parameters: int
+    flops_per_token: Mapping[int, int]
+    about: Sequence[str]
+    train: dict[str, Any] | None
+    data_lines: Sequence[str]
+
+    @property
+    def job_toml(self) -> str:
+        """The job.toml of the run and of its checkpoints."""
+        return job_toml_text(self.job, self.about)
+
+
+class NotReady(Exception):
+    """Data would have to be tokenised, packed or hashed, which a dry run does not do."""
+
+
+def assemble(job: Job, num_ranks: int, ranks: Ranks, start: Start, dry: bool = False) -> Parts:
+    """Open and check what a run on `num_ranks` ranks reads, which are tokenizer, initial weights, tasks and
+    data, against the model and the run that is continued. Cheap checks come first, because data may be
+    tokenised for long. Raises ConfigError, LoaderError if a run that resumes cannot read its input now, and
+    NotReady in a dry run. Collective over `ranks`, which are one process in a dry run."""
+    tokenizer = open_tokenizer(job)
+    net = job.build_on_meta()
+    about = summary(job, net, tokenizer.vocab_size)
+    train = start.candidate.train if isinstance(start, Resume) else None
+    is_first = ranks.rank == 0  # an error of rank 0 is raised on every rank
+    if job.data.stream is not None:
+        sources = ranks.from_rank_zero(lambda: _pinned(job, start))
+        job = replace(job, data=replace(job.data, sources=sources))
+    with ranks.rank_zero_first():
+        _check_labels(job, tokenizer, start)
+        if is_first:
+            _check_initial_weights(job, tokenizer, start)
+        tasks = job.validation.open_tasks(tokenizer, job.training.seq_len)
+        sequences = open_data(job, tokenizer, start, dry)
+    resolved, stages = open_stages(job, num_ranks, sequences)
+    about += about_steps(job, resolved)
+    job = resolved
+    identity = job.identity(sequences.identity, sequences.names)
+    check_same_on_all_ranks(job, identity, ranks)
+    with ranks.rank_zero_first():
+        if is_first:
+            check_run_identity(start, identity, job.checkpoint.allow_changed, job.folder)
+    return Parts(
+        job=job,
+        tokenizer=tokenizer,
+        tasks=tasks,
+        sequences=sequences,
+        stages=stages,
+        identity=identity,
+        num_parameters=sum(p.numel() for p in net.parameters()),
+        flops_per_token={length: net.flops_per_token(length) for length in job.sequence_lengths().values()},
+        about=about,
+        train=train,
+        data_lines=check_data(job, stages, sequences, train),
+    )
+
+
+def check_device(
+    job: Job, device: torch.device, param_dtype: torch.dtype, world_size: int
+) -> tuple[AttentionBackend, str]:
+    """The attention backend for this device, and the name of its kernel. Raises ConfigError if the job needs
+    something that the device lacks."""
+    job.float8.check_device(device)
+    job.parallelism.check_device(device)
+    job.compile.check_device(device)
+    job.profiling.check(device, world_size)
+    model = job.model.config
+    needs = AttentionNeeds(
+        device=device,
+        dtype=param_dtype,
+        seq_len=job.training.seq_len,
+        n_heads=model.n_heads,
+        n_kv_heads=model.n_kv_heads,
+        head_dim=model.head_dim,
+        v_head_dim=model.v_head_dim,
+        masks_documents=job.data.mask_documents,
+        context_parallel=job.parallelism.context_parallel_degree > 1,
+        window=job.model.sliding_window,
+    )
+    attention = job.attention.build(needs)
+    return attention, attention.kernel(needs)
+
+
+def shard_model(job: Job, rt: Runtime) -> tuple[ShardedModel, str]:
+    """The sharded model, still on the meta device, and the name of the attention kernel. Raises ConfigError
+    if the job needs something that the device lacks, or does not fit the layout. Collective."""
+    attention, kernel = check_device(job, rt.device, rt.param_dtype, rt.world_size)
+    net = job.build_on_meta()
+    job.optimizer.check(net, rt.mesh.degrees.tp)
+    return parallelize(net, job.loss, rt.mesh, parallel_settings(job, rt, attention)), kernel
+
+
+def parallel_settings(job: Job, rt: Runtime, attention: AttentionBackend) -> ParallelSettings:
+    """The settings that decide how the model is sharded and run. Collective."""
+    return ParallelSettings(
+        parallelism=_resolve_reshard(job, rt),
+        attention=attention,
+        activation_checkpoint=job.activation_checkpoint,
+        compile=job.compile,
+        float8=job.float8,
+        moe=job.moe,
+        param_dtype=rt.param_dtype,
+        reduce_dtype=rt.reduce_dtype,
+        cpu_offload=job.training.enable_cpu_offload,
+        clock=rt.clock,
+    )
+
+
+def _resolve_reshard(job: Job, rt: Runtime) -> Parallelism:
+    """The section [parallelism] with "always" or "never" for a fsdp_reshard_after_forward of "default", and a
+    line in the log. Unchanged on a CPU and without FSDP. Collective: all ranks decide by the memory of the
+    smallest GPU."""
+    is_sharded_on_gpus = rt.device.type == "cuda" and rt.mesh.device_mesh is not None
+    if job.parallelism.fsdp_reshard_after_forward != "default" or not is_sharded_on_gpus:
+        return job.parallelism
+    frees, reason = job.step_memory(rt.world_size, rt.param_dtype).reshard(rt.smallest_memory())
+    action = (
+        "frees gathered weights after the forward" if frees else "keeps gathered weights for the backward"
+    )
+    logger.info(f"FSDP {action}: {reason}")
+    return replace(job.parallelism, fsdp_reshard_after_forward="always" if frees else "never")
+
+
+def open_tokenizer(job: Job) -> Tokenizer:
+    """The job's tokenizer. Raises ConfigError if it has ids that the model's vocabulary lacks."""
+    tokenizer = build_tokenizer(job)
+    job.model.check_vocabulary(tokenizer.vocab_size)
+    return tokenizer
+
+
+def _pinned(job: Job, start: Start) -> list[Source]:
+    """The stream of the job, which is its only source and names the version of its documents, such as a
+    commit: the recorded version for a run that resumes, or else the newest one."""
+    recorded: dict[str, Any] = {}
+    if isinstance(start, Resume):
+        recorded = toml.parse(start.candidate.job_toml)["data"]["sources"][0]
+    with _restartable(start), keys_in("data.sources.0"):
+        assert job.data.stream is not None
+        return [job.data.stream.pinned(recorded)]
+
+
+def _check_labels(job: Job, tokenizer: Tokenizer, start: Start) -> None:
+    """Raises ConfigError if the run that is continued differs, as far as this can be known before any source
+    is opened."""
+    data = job.data.label_identity(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
+    if job.stages:  # a source may be new, if the stages so far do not read it
+        del data["sources"]
+    check_labels(start, job.identity(data, {}), job.checkpoint.allow_changed, job.folder)
+
+
+def _check_initial_weights(job: Job, tokenizer: Tokenizer, start: Start) -> None:
+    """Raises ConfigError unless the initial weights, which only a new run and runs of adapters need, can be
+    read."""
+    path = Path(job.checkpoint.initial_load_path)
+    if not job.checkpoint.initial_load_path or (isinstance(start, Resume) and not job.lora.enable):
+        return
+    if isinstance(start, Resume):
+        path = locate_base(path, BaseModel.recorded_in(start.candidate.train))
+    check_initial(path, ModelAndTokenizer(job.model, tokenizer), is_base=job.lora.enable)
+
+
+def open_data(job: Job, tokenizer: Tokenizer, start: Start, dry: bool = False) -> RunSequences:
+    """The sequences of the run; sources of raw text are tokenised on first use, but not if `dry`."""
+    with _restartable(start):
+        make = job.data.check if dry else job.data.build
+        sequences = make(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
+    if sequences is None:
+        raise NotReady
+    return sequences
+
+
+@contextmanager
+def _restartable(start: Start) -> Iterator[None]:
+    """An input that a run which resumes cannot read now was readable before, so another start may succeed: a
+    LoaderError, whose exit code lets the launcher try it. For a new run it may be a mistake in a name."""
+    try:
+        yield
+    except Unreadable as e:
+        if not isinstance(start, Resume):
+            raise
+        raise LoaderError(str(e)) from None
+
+
+def open_stages(job: Job, num_ranks: int, sequences: RunSequences) -> tuple[Job, Stages]:
+    """The job with all its amounts of training as numbers of steps and sequences, and its stages, whose
+    weights the sources get. Raises ConfigError for numbers of steps that do not fit together."""
+    resolved = job.resolved(num_ranks, sequences.epoch_sequences)
+    batch = BatchLayout.from_training(job.training, job.parallelism.degrees(num_ranks).data_parallel)
+    sequences.layout = LoaderLayout(batch.num_ranks, job.data.num_workers, batch.micro_batch_size)
+    stages = resolved.open_stages(batch.global_size)
+    weights = [stage.weights_of(short_names(job.data.sources)) for stage in stages.stages]
+    sequences.set_stages(job.data.sources, list(zip(stages.firsts, weights)))
+    return resolved, stages
+
+
+def check_same_on_all_ranks(job: Job, identity: dict[str, Any], ranks: Ranks) -> None:
+    """Raises ConfigError on all ranks unless all ranks have the same run identity and skip the same
+    sequences. Collective."""
+    data = {**identity["data"], "skip_sequences": job.data.skipped.as_lists()}
+    own = {**identity, "data": data}
+    first = ranks.from_rank_zero(lambda: own)
+    changes = [
+        f"{key} is {spell(value)} on rank {ranks.rank}, {spell(known)} on rank 0"
+        for key, known, value in differences(first, own)
+    ]
+    if found := ranks.first(changes or None):
+        raise ConfigError(f"data, tokenizer or model differ: {listed(found, separator='; ')}")
+
+
+def last_sequence(job: Job, stages: Stages, step: int, position: int, skipped: SkippedSequences) -> int:
+    """The position in the data order after the last step of a run that has taken `step` steps and is at
+    `position`."""
+    num_left = max(job.training.steps - step, 0)
+    taken = position - skipped.below(position).count()
+    end = stages.step_sizes.without(skipped).position_after(num_left, taken)
+    return skipped.advance(position, end - taken)
+
+
+def check_data(
+    job: Job, stages: Stages, sequences: RunSequences, resumed_train: dict[str, Any] | None
+) -> list[str]:
+    """One line per source on how much of it the whole run reads, one per stage, and one on the sequences that
+    the run skips, if there are any. `resumed_train`: the checkpoint's train.json.
+
+    Raises ConfigError if the global batch size differs from the resumed run's only because the number of
+    ranks does, if the run has trained on sequences that it should skip, if it reads a source for more than
+    its max_epochs, or if it cannot continue a stream on its layout."""
+    sequences.check_resumed(resumed_train)
+    check_global_batch(job, stages.batch_size, resumed_train)
+    skipped = skipped_sequences(job, resumed_train)
+    step, position = (resumed_train["step"], resumed_train["sequences"]) if resumed_train else (0, 0)
+    lines = sequences.describe(last_sequence(job, stages, step, position, skipped))
+    lines += stages.describe(short_names(job.data.sources))
+    if skipped:
+        lines.append(f"skipped for good: {_spelled(skipped)}; {skipped.count():,} in all")
+    return lines
+
+
+def check_global_batch(job: Job, size: int, resumed_train: dict[str, Any] | None) -> None:
+    """Raises ConfigError if the global batch size differs from the resumed run's only because the number of
+    ranks does. `resumed_train`: the checkpoint's train.json."""
+    before = resumed_train["global_batch_size"] if resumed_train else size
+    if size == before:
+        return
+    if job.training.global_batch_size == -1:
+        raise ConfigError(
+            f"this run takes {before} sequences per step; global_batch_size = -1 would make it {size} here: "
+            f"set --training.global_batch_size={before} to keep it, or ={size} to change it"
+        )
+
+
+def skipped_sequences(job: Job, resumed_train: dict[str, Any] | None) -> SkippedSequences:
+    """The sequences that the run never trains on: data.skip_sequences, and what the resumed run skips.
+    Raises ConfigError if the run has trained on sequences of data.skip_sequences. `resumed_train`: the
+    checkpoint's train.json."""
+    if resumed_train is None:
+        return job.data.skipped
+    before, position = SkippedSequences.of(resumed_train["skipped"]), resumed_train["sequences"]
+    if trained := job.data.skipped.below(position) - before:
+        raise ConfigError(
+            f"the run has already trained on {_spelled(trained)}: after step "
+            f"{resumed_train['step']} it continues with sequence {position}. Name later sequences only, or "
+            "go back to a step before them with --checkpoint.load_step",
+            "data.skip_sequences",
+        )
+    return before | job.data.skipped
+
+
+def _spelled(skipped: SkippedSequences) -> str:
+    """Such as `sequence 5` and `sequences 5, 7 to 9`."""
+    texts = [f"{first} to {last}" if last > first else f"{first}" for first, last in skipped.ranges]
+    is_one = len(texts) == 1 and texts[0].isdecimal()
+    return f"sequence{'' if is_one else 's'} {listed(texts)}"
+
+
+def open_checkpoints(parts: Parts, start: Start, ranks: Ranks, lock: FolderLock) -> Checkpointer:
+    """The checkpoints of the run, whose folder is made and locked. Collective."""
+    job = parts.job
+    distance = job.guard.rewind_distance
+    return Checkpointer(job.checkpoint, parts.identity, parts.job_toml, start, ranks, lock, distance)
+
+
+def load_state(
+    parts: Parts, rt: Runtime, model: ShardedModel, checkpoints: Checkpointer
+) -> tuple[TrainState, StepGuard, Clipper]:
+    """Allocate the state of the run and fill it: from the checkpoint that the run resumes from, or with
+    initial weights. Returns it with the guard, which is a part of it, and the clipper of the gradients.
+    `model`: on the meta device. Collective."""
+    job = parts.job
+    with building(parts.num_parameters, rt.mesh.shards, job.ema.enable):
+        if checkpoints.candidate is None:
+            logger.info("initialising the weights")
+        model.materialize(rt.device, job.training.seed)
+        optimizer = job.optimizer.build(model.net, rt.mesh)
+        clipper = Clipper(job.training.clip, job.training.max_norm, model.net, optimizer)
+        guard = StepGuard(job.guard, rt.device, rt.world_size, parts.stages.loss_changes)
+        state = TrainState(model.net, optimizer, rt.count(0), guard, rt.batch.global_size)
+        state.skipped = job.data.skipped
+        load_initial_weights(job, state, checkpoints)
+        state.average = WeightAverage(job.ema, model.net)
+        checkpoints.load(state)
+        model.weights_changed()
+    return state, guard, clipper
+
+
+def load_initial_weights(job: Job, state: TrainState, checkpoints: Checkpointer) -> None:
+    """Read the weights at checkpoint.initial_load_path into the model of a new run. For adapters, they are
+    the base model, which is read at every start and which `state` records. Raises ConfigError if the resumed
+    run had another base model. Collective."""
+    path, resumed = Path(job.checkpoint.initial_load_path), checkpoints.candidate
+    if job.lora.enable:
+        recorded = BaseModel.recorded_in(resumed.train) if resumed is not None else None
+        state.base = load_base(path, job.model, state.net, checkpoints.ranks, recorded)
+    elif resumed is None and job.checkpoint.initial_load_path:
+        load_initial(path, job.model, state.net, checkpoints.ranks)
+
+
+def open_loader(parts: Parts, rt: Runtime, state: TrainState) -> Loader[Any]:
+    """The loader of this rank's micro-batches, which continues at the position of `state`."""
+    return parts.sequences.loader(
+        rt.mesh.dp_rank,
+        parts.stages.step_sizes,
+        first_sequence=state.num_sequences,
+        skipped=state.skipped,
+        stream_state=state.stream,
+        pin_memory=rt.device.type == "cuda",
+    )
+
+
+def open_meter(parts: Parts, rt: Runtime, resumed_step: int, changes: Sequence[str]) -> Meter:
+    """The meter of a run that continues after `resumed_step` (0: a new run), and on rank 0 its open sinks.
+    `changes`: the result of `log_changes`."""
+    job, sinks = parts.job, Sinks({})
+    if rt.rank == 0:
+        run = RunInfo.of(job.folder, toml.as_tree(job), resumed_step, job.training.steps)
+        sinks = job.metrics.open_sinks(run)
+        if resumed_step:
+            sinks.event(resumed_step, "resumed", {"changed": "; ".join(changes)} if changes else {})
+    cost = StepCost(
+        seq_len=job.training.seq_len,
+        world_size=rt.world_size,
+        flops_per_token=parts.flops_per_token,
+        peak_flops=peak_bf16_flops(device_name(rt.device)) if rt.param_dtype == torch.bfloat16 else None,
+    )
+    is_measured = partial(job.metrics.is_due, last_step=job.training.steps)
+    return Meter(rt.device, sinks, cost, rt.synchronize, rt.clock, is_measured, rt.max, rt.began)
+
+
+def write_run_files(parts: Parts, rt: Runtime, resumed_step: int) -> None:
+    """Write the files that record the run into its folder, on rank 0, with a copy of the tokenizer's. A run
+    that has nothing left to train keeps its files: they describe how it was trained."""
+    job = parts.job
+    if rt.rank > 0 or resumed_step >= job.training.steps:
+        return
+    job.folder.mkdir(parents=True, exist_ok=True)
+    files = {
+        "job.toml": parts.job_toml,
+        "env.json": json.dumps(environment(rt), indent=1) + "\n",
+        "sources.json": json.dumps({"sources": parts.sequences.shares()}, indent=1) + "\n",
+        "run_identity.json": json.dumps(parts.identity, indent=1) + "\n",
+    }
+    for name, text in files.items():
+        write_atomically(job.folder / name, text)
+    job.tokenizer.copy_to(job.folder / TOKENIZER)
+
+
+def log_steps(parts: Parts, train: dict[str, Any] | None) -> None:
+    """Log how much of the data the run reads, and the steps that it will take. `train`: the train.json of the
+    checkpoint that was loaded, which is an older one than `assemble` knew if that was damaged."""
+    job, lines = parts.job, parts.data_lines
+    if train is not parts.train:
+        lines = check_data(job, parts.stages, parts.sequences, train)
+    for line in lines:
+        logger.info(line)
+    step = train["step"] if train else 0
+    if step < job.training.steps:
+        compiling = " (the first one compiles)" if job.compile.enable else ""
+        logger.info(f"steps {step + 1} to {job.training.steps}{compiling}")
