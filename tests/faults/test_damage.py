@@ -24,7 +24,7 @@ from tests.support import ranks
 from tests.support.checkpoints import Toy, names, open_run, sharded_toy
 from tests.support.jobs import make_job, metrics_of
 from tests.support.runs import history
-from tests.support.tiers import full
+from tests.support.tiers import sampled
 from titanlite import cli
 from titanlite.checkpoint import commit, writer
 from titanlite.checkpoint.commit import CheckpointError
@@ -133,7 +133,7 @@ def test_every_flipped_bit_is_found(run: Path) -> None:
     assert reason_of(step) is None
 
 
-@pytest.mark.parametrize("name", [NAMES[0], *map(full, NAMES[1:])])
+@pytest.mark.parametrize("name", sampled(NAMES, {"__0_0.distcp", "manifest.json"}))
 def test_a_start_passes_over_flipped_bits(
     run: Path, values: dict[int, list[torch.Tensor]], name: str
 ) -> None:
@@ -286,6 +286,7 @@ def good(two: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str]
     return ranks.run(2, outcome_on_rank, run, {})[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [
@@ -313,7 +314,6 @@ def test_all_ranks_pass_over_what_one_of_them_found(
     assert errors[0][0] == "CheckpointError"
 
 
-@pytest.mark.full
 def test_two_ranks_share_what_one_wrote(
     saved: Path, tmp_path: Path, run_on: Callable[..., list[Any]]
 ) -> None:
