@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiktoken
 
-from benchmarks import olmoe_run, optimizer_tables, trained_run
+from benchmarks import olmoe_run, optimizer_tables, readme_log, trained_run
 from tests.support import metric_tables, planning_page, stages_page, suite_times
 from tests.support.quoted_code import PAGES, QUOTE, ROOT, refreshed
 from titanlite.config.schema import FIELD_TYPES
@@ -35,6 +35,14 @@ def test_every_example_is_on_the_page_on_extending() -> None:
         kind = getattr(__import__(module, fromlist=[attribute]), attribute)
         for method in kind.__abstractmethods__:
             assert re.search(rf"^\| `(\w+\.)?{method}\([\w, ]*\)` \| required: ", page, re.MULTILINE), method
+
+
+def test_the_readme_is_short_and_quotes_the_recorded_log() -> None:
+    readme = readme_log.README.read_text(encoding="utf-8")
+    assert len(readme.split()) <= 1000
+    quoted = readme_log.BLOCK.search(readme)
+    assert quoted is not None
+    assert quoted[0] == readme_log.excerpt(readme_log.LOG.read_text(encoding="utf-8"))
 
 
 def test_the_page_on_extending_lists_the_types_of_fields() -> None:

@@ -153,7 +153,7 @@ class Job:
         self.activation_checkpoint.check(
             self.compile,
             tensor_parallel=degrees.tp > 1,
-            experts_apart=bool(self.model.num_experts) and parallelism.shards_experts_apart,
+            has_expert_axes=bool(self.model.num_experts) and parallelism.has_expert_axes,
         )
         self.compile.check(
             world_size,

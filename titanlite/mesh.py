@@ -124,8 +124,8 @@ class Mesh:
             return self.device_mesh[axis].get_group()
 
     @property
-    def shards_experts_apart(self) -> bool:
-        """As Parallelism.shards_experts_apart."""
+    def has_expert_axes(self) -> bool:
+        """As Parallelism.has_expert_axes."""
         return self.device_mesh is not None and (self.expert_degree > 1 or self.degrees.tp > 1)
 
     @cached_property

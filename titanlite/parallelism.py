@@ -173,7 +173,7 @@ class Parallelism:
             )
 
     @property
-    def shards_experts_apart(self) -> bool:
+    def has_expert_axes(self) -> bool:
         """Whether experts have separate axes: with expert parallel, and with tensor parallel, which does
         not shard experts, so that FSDP shards them over the tensor-parallel ranks, too."""
         return self.expert_parallel_degree > 1 or self.tensor_parallel_degree > 1
@@ -187,7 +187,7 @@ class Parallelism:
     def describe(self, degrees: Degrees, num_experts: int) -> str:
         """The layout in words, such as `dp_shard 4`; with experts on separate axes
         `dp_shard 4, experts: expert_fsdp 2 x expert 2`."""
-        if not num_experts or not self.shards_experts_apart:
+        if not num_experts or not self.has_expert_axes:
             return str(degrees)
         axes = degrees.of_experts(self.expert_parallel_degree)
         return f"{degrees}, experts: {EXPERT_FSDP} {axes[EXPERT_FSDP]} x {EXPERT} {axes[EXPERT]}"

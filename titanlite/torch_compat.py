@@ -74,7 +74,7 @@ def fake_process_group(rank: int, num_ranks: int) -> Iterator[None]:
 
 def dtensor_like(local: torch.Tensor, like: DTensor, shape: torch.Size | None = None) -> DTensor:
     """A DTensor with the mesh and placements of `like`, whose local shard is `local`. `shape`: its global
-    shape; default: that of `like`. The shape may differ from that of `like` only in the size of dims that
+    shape; default: the shape of `like`. It may differ from that shape only in the size of dims that
     are divided evenly.
 
     DTensor.from_local would move `local` to the device of the mesh; this function leaves a shard in host
@@ -219,7 +219,7 @@ def foreach_norm(
     tensors: Sequence[torch.Tensor], ord: float = 2.0, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, ...]:
     """The norm of each tensor, in few kernels. The norm of a tensor with NaN is NaN, also for `ord` =
-    infinity. `dtype`: the dtype to compute in; default: that of the tensors."""
+    infinity. `dtype`: the dtype to compute in; default: the dtype of the tensors."""
     return torch._foreach_norm(list(tensors), ord, dtype=dtype)
 
 
@@ -350,7 +350,7 @@ class Compilation(NamedTuple):
 
 
 def compilations() -> list[Compilation]:
-    """The last 64 compilations in this process; a backward has an item of its own. `record` is the compiler's
+    """The last 64 compilations in this process; a backward is a separate item. `record` is the compiler's
     object, the same in every call. Does not import the compiler, which would take a second."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     compilations = []
@@ -442,8 +442,8 @@ def recompute_float8_copies() -> dict[str, Any]:
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class RecomputeCopies(CustomGraphPass):
-        """Marks what is computed from 8-bit inputs of a graph alone, which are weights, as activation
-        checkpointing marks what is to be recomputed."""
+        """Marks values that are computed only from 8-bit inputs of a graph, which are weights, to be
+        recomputed, as activation checkpointing does."""
 
         def __call__(self, graph: torch.fx.Graph) -> None:
             from_weights = set[torch.fx.Node]()

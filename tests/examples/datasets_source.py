@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.config.component import ConfigError
-from titanlite.data.text_sources import DocumentSource
+from titanlite.corpus.document_source import DocumentSource
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from titanlite.config.component import ConfigError
-from titanlite.data.text_sources import DocumentSource
+from titanlite.corpus.document_source import DocumentSource
 
 VERSION = 1  # raise it when `documents` yields something else for the same keys
 

@@ -12,8 +12,8 @@ from tests.examples.character_tokenizer import Characters
 from tests.support.jobs import metrics_in
 from tests.support.runs import train_on_rank
 from titanlite.config.component import ConfigError
+from titanlite.corpus.write_shards import write_shards
 from titanlite.data.sources import Tokens
-from titanlite.data.write_shards import write_shards
 from titanlite.tokenizers.bytes import Bytes
 
 KEYS = [

@@ -24,7 +24,7 @@ from tests.support import ranks
 from tests.support.checkpoints import Toy, names, open_run, sharded_toy
 from tests.support.jobs import make_job, metrics_of
 from tests.support.runs import history
-from tests.support.tiers import full
+from tests.support.tiers import sampled
 from titanlite import cli
 from titanlite.checkpoint import commit, writer
 from titanlite.checkpoint.commit import CheckpointError
@@ -133,7 +133,7 @@ def test_every_flipped_bit_is_found(run: Path) -> None:
     assert reason_of(step) is None
 
 
-@pytest.mark.parametrize("name", [NAMES[0], *map(full, NAMES[1:])])
+@pytest.mark.parametrize("name", sampled(NAMES, {"__0_0.distcp", "manifest.json"}))
 def test_a_start_passes_over_flipped_bits(
     run: Path, values: dict[int, list[torch.Tensor]], name: str
 ) -> None:
@@ -314,7 +314,6 @@ def test_all_ranks_pass_over_what_one_of_them_found(
     assert errors[0][0] == "CheckpointError"
 
 
-@pytest.mark.full
 def test_two_ranks_share_what_one_wrote(
     saved: Path, tmp_path: Path, run_on: Callable[..., list[Any]]
 ) -> None:
@@ -438,21 +437,13 @@ def test_a_run_of_damaged_checkpoints_ends(whole: dict[int, Job], tmp_path: Path
 
 @pytest.mark.full
 def test_damaged_files_for_people_do_not_stop_a_run(tmp_path: Path, corpus: Path) -> None:
-    options = [
-        "--generation.prompts=['a']",
-        "--generation.freq=2",
-        "--metrics.sinks=[{name = 'tensorboard'}]",
-    ]
+    options = ["--generation.prompts=['a']", "--generation.freq=2"]
     train(make_job(tmp_path, corpus, "--training.steps=4", *options))
     folder = tmp_path / "run"
     for name in ("metrics.jsonl", "samples.txt"):
         (folder / name).write_bytes(b"\xff\n" + (folder / name).read_bytes())
-    shutil.rmtree(folder / "tb")
-    (folder / "tb").touch()
     job = make_job(tmp_path, corpus, *options)
     assert train(job) == 0
     assert [values["step"] for values in metrics_of(job)] == list(range(1, 9))
     assert (folder / "samples.txt").read_text().count("--- step ") == 4
-    assert sum(1 for _ in (folder / "tb").iterdir()) == 1
-    moved = {"metrics.superseded.jsonl", "tb.damaged-0"}
-    assert moved <= {path.name for path in folder.iterdir()}
+    assert (folder / "metrics.superseded.jsonl").read_bytes().startswith(b"\xff\n")

@@ -193,7 +193,7 @@ def test_a_run_on_a_disk_that_was_full_for_a_while(
 
 
 @pytest.mark.full
-def test_metrics_of_steps_on_a_full_disk_are_written_later(
+def test_a_full_disk_leaves_out_metrics_and_says_so(
     disk: Disk, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -214,14 +214,15 @@ def test_metrics_of_steps_on_a_full_disk_are_written_later(
     options += ["--model.overrides.n_layers=1", "--training.seq_len=8", "--data.holdout_sequences=0"]
     job = make_job(disk.path, corpus, *options, "--metrics.sinks=[{name = 'tensorboard'}]")
     assert train(job) == 0
-    assert [values["step"] for values in metrics_of(job)] == steps
+    written = [values["step"] for values in metrics_of(job)]
+    assert written[:3] + written[-5:] == steps[:3] + steps[-5:]
+    assert len(written) < 40, "the disk was not full"
     events = EventAccumulator(str(job.folder / "tb"))
     events.Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == steps
-    assert (job.folder / "samples.txt").read_text().count("--- step ") == 8
+    assert [event.step for event in events.Scalars("train/loss")][-5:] == steps[-5:]
+    assert (job.folder / "samples.txt").read_text().count("--- step ") < 8
     log = capsys.readouterr().err.splitlines()
-    assert sum("No space left on device; its records are kept" in line for line in log) == 3, log
-    assert sum("can be written again" in line for line in log) == 3, log
+    assert sum("No space left on device" in line for line in log) == 3, log
 
 
 @pytest.mark.full
@@ -569,7 +570,7 @@ def test_a_run_folder_that_is_removed_is_made_again(
     said = [line for line in capsys.readouterr().err.splitlines() if "made again for step 4" in line]
     assert len(said) == 1
     assert [step for step, _ in commit.list_committed(job.folder / "checkpoint")] == [4, 8]
-    assert [line["step"] for line in metrics_of(job)] == [3, 4, 5, 6, 7, 8]
+    assert [line["step"] for line in metrics_of(job)] == [5, 6, 7, 8]
     longer = make_job(tmp_path, corpus, "--training.steps=9")
     assert train(longer) == 0
-    assert [line["step"] for line in metrics_of(longer)] == [3, 4, 5, 6, 7, 8, 9]
+    assert [line["step"] for line in metrics_of(longer)] == [5, 6, 7, 8, 9]

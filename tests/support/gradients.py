@@ -115,7 +115,7 @@ def gradients(world_size: int, rank: int, micro_batches: int, **layout: Any) -> 
     starts = [(a * ranks + model.mesh.dp_rank) * size for a in range(micro_batches)]
     local = [Batch(batch.inputs[i : i + size], batch.targets[i : i + size], 0, 0) for i in starts]
     loss = model.forward_backward(local, torch.tensor(batch.num_targets))
-    auxiliary = dict(model.auxiliary_losses)
+    auxiliary = {name: value for name, value in model.auxiliary_losses.items() if name == "z_loss"}
     if world_size > 1:
         for value in (loss, *auxiliary.values()):
             torch.distributed.all_reduce(value)

@@ -15,7 +15,6 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/planning.md"
 BLOCK = re.compile(r"(<!-- output: (\w+) -->\n\n```\n).*?(```\n)", re.DOTALL)
 COMMANDS = {
     "one": "llama3_1b --gpus 1xRTX4090",
-    "less": "llama3_1b --gpus 1xRTX4090 --optimizer.state_dtype=int8 --top 1",
     "eight": "llama3_1b --gpus 8xH100 --price 2.5 --top 3",
 }
 

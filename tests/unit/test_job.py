@@ -548,7 +548,7 @@ from titanlite.config.component import ConfigError
 from titanlite.config.resolve import amounts, value_at
 from titanlite.metrics.sinks.base import Sink
 from titanlite.optim.base import Optimizer
-from titanlite.data.text_sources import DocumentSource
+from titanlite.corpus.document_source import DocumentSource
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import Any
 
 from titanlite.config.component import ConfigError
-from titanlite.config.overrides import listed, plain
-from titanlite.config.places import Locator
+from titanlite.config.locator import Locator
+from titanlite.config.overrides import as_list, plain_value
 from titanlite.config.schema import imports_of
 from titanlite.config.shipped import PACKAGE
 
@@ -26,7 +26,7 @@ def import_components(tree: dict[str, Any], locator: Locator, allowed: bool) -> 
     The current directory comes first on sys.path, as with `python -m`. Raises ConfigError if a module cannot
     be imported, or if there are modules and they are not `allowed`."""
     key, value = imports_of(tree)
-    modules = listed(plain(value))
+    modules = as_list(plain_value(value))
     if not modules or not isinstance(modules, list):
         return
     names = ", ".join(map(str, modules))

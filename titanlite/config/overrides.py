@@ -113,11 +113,11 @@ def _entry(node: Any, name: str, make: Any) -> Any:
 def _table(value: Any) -> dict[str, Any] | None:
     """Return a value that is a table, parsed if it is text; None for other values."""
     if isinstance(value, Word) and value.lstrip().startswith("{"):
-        value = plain(value)
+        value = plain_value(value)
     return value if isinstance(value, dict) else None
 
 
-def listed(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     """Return a table with the keys "0", "1", ... as a list; `--list.0=x` makes such a table if there is no
     list. Other values are returned unchanged."""
     if isinstance(value, dict) and list(value) == [str(i) for i in range(len(value))]:
@@ -125,11 +125,11 @@ def listed(value: Any) -> Any:
     return value
 
 
-def plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Parse a command-line word as a TOML value; a word that is not TOML is a string. Other values are
     returned unchanged."""
     if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items()}
+        return {k: plain_value(v) for k, v in value.items()}
     if not isinstance(value, Word):
         return value
     if value in ("True", "False"):

@@ -25,9 +25,9 @@ import tomli_w
 
 from titanlite.config.amount import FORM, Amount, step_count
 from titanlite.config.component import Component, ConfigError, full_name, known_list, suggest
-from titanlite.config.overrides import Bare, Word, listed, plain
+from titanlite.config.locator import Locator
+from titanlite.config.overrides import Bare, Word, as_list, plain_value
 from titanlite.config.paths import IS_PATH, expand_home
-from titanlite.config.places import Locator
 
 FILE = Path(__file__).with_name("schema.json")
 IMPORTS = ("job", "imports")  # section and key that name modules to import; top-level key for `prepare`
@@ -202,21 +202,21 @@ class _Conversion:
         """Return the converted value; after an error any value."""
         kind = node["type"]
         if kind in ("table", "choice"):
-            return self._table(node, plain(value) if isinstance(value, Word) else value, key)
+            return self._table(node, plain_value(value) if isinstance(value, Word) else value, key)
         if isinstance(value, Bare) and kind not in ("bool", "any"):
             return self._complain(f"needs a value: {_expected(node) or _example(node)}", key)
         if kind == "any":
-            return plain(value)
+            return plain_value(value)
         word = isinstance(value, Word)
         if word:
-            value = str(value) if kind == "str" else _whole(value) if kind == "int" else plain(value)
+            value = str(value) if kind == "str" else _whole(value) if kind == "int" else plain_value(value)
         if kind == "literal":
             allowed = node["values"]
             if value not in allowed or type(value) not in {type(a) for a in allowed}:
                 self._complain(f"{value!r} is not allowed{suggest(str(value), allowed)}", key)
             return value
         if kind in ("list", "tuple"):
-            return self._list(node, listed(value), word, key)
+            return self._list(node, as_list(value), word, key)
         if kind == "dict":
             if not isinstance(value, dict):
                 return self._complain(f"expected a table, got {value!r}", key)
@@ -333,7 +333,7 @@ class _Conversion:
 
 def _whole(word: Word) -> Any:
     """Parse a command-line word for an integer, which may have an exponent: `1e3` is 1000."""
-    value = plain(word)
+    value = plain_value(word)
     if isinstance(value, float) and "e" in word.lower() and value.is_integer() and abs(value) < 1 << 53:
         return int(value)
     return value

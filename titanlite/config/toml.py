@@ -19,8 +19,8 @@ import tomli_w
 from titanlite.config.amount import Amount
 from titanlite.config.component import Component, ConfigError, full_name
 from titanlite.config.imports import import_own_components
+from titanlite.config.locator import Locator, syntax_error
 from titanlite.config.overrides import put, split_overrides
-from titanlite.config.places import Locator, syntax_error
 from titanlite.config.schema import Node, convert, describe, imports_of, type_hints
 from titanlite.config.shipped import find_config
 from titanlite.files import FileFault, read_regular

@@ -20,9 +20,9 @@ from titanlite.checkpoint.run_identity import flatten
 from titanlite.commands import parser
 from titanlite.config import schema, toml
 from titanlite.config.component import ConfigError, suggest
+from titanlite.config.locator import Locator
 from titanlite.config.overrides import put
 from titanlite.config.paths import check_new
-from titanlite.config.places import Locator
 from titanlite.contrib import torchtitan_keys as tables
 from titanlite.contrib.torchtitan_keys import Values
 from titanlite.files import write_atomically
@@ -97,8 +97,8 @@ def migrate(source: Path) -> tuple[str, list[str]]:
 
 
 def migrate_model(theirs: Values, source: Path) -> tuple[Values, list[str]]:
-    """Return titanlite's keys for torchtitan's model, and TO DO lines. Raises ConfigError for any other model
-    than those of FLAVORS."""
+    """Return titanlite's keys for torchtitan's model, and TO DO lines. Raises ConfigError for a model
+    that FLAVORS lacks."""
     name, flavor = theirs.get("model.name", "llama3"), str(theirs.get("model.flavor", "debugmodel"))
     if name not in tables.FLAVORS:
         known = " and ".join(tables.FLAVORS)
@@ -148,7 +148,7 @@ def reason_without_counterpart(key: str) -> str | None:
 
 
 def own_keys() -> set[str]:
-    """Return titanlite's keys, including those of all choices."""
+    """Return titanlite's keys, including the keys of all choices."""
     sections = schema.table("job")["keys"].items()
     nodes = [
         (name, node) for name, section in sections for node in (section, *section.get("choices", {}).values())

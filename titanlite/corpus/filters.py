@@ -2,7 +2,7 @@
 
 A filter either examines one document at a time (FilterFunction) or removes documents that resemble an earlier
 document (LshSignature). Filters do not depend on a language: words are separated by blanks. The defaults are
-those of Gopher (Rae et al. 2021, arXiv 2112.11446, table A1)."""
+from Gopher (Rae et al. 2021, arXiv 2112.11446, table A1)."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ CHECKED_SEQUENCES = 1 << 20  # of an index, checked at a time
 
 @dataclass(frozen=True)
 class Content:
-    """What the first use of a file records: a hash of its tokens and documents, and its largest id."""
+    """The content of a file as its first use records it: a hash of tokens and documents, and the largest
+    id."""
 
     sha256: str
     largest_id: int
@@ -160,7 +161,7 @@ class MegatronFile:
         self.check_index()
         if self.read_content() != recorded:
             raise ConfigError(
-                f"{self.bin} and {self.idx.name}: the content differs from that of their first use, "
+                f"{self.bin} and {self.idx.name}: the content differs from the content of their first use, "
                 "although their times of change are the same. Restore the files, or delete "
                 f"{self.record(cache_dir)} to use them as they are"
             )

@@ -1,7 +1,7 @@
 """`titanlite data plan`: what a run reads of each source in each stage, and what runs out when.
 
 All counts of sequences are exact, because the data order is a function of the configuration. Step numbers
-are those of a run that takes all its steps as configured and skips no sequences."""
+assume that the run takes all its steps as configured and skips no sequences."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ MAX_EPOCHS = 10  # whose ends are listed, of each source
 
 @dataclass(frozen=True)
 class PlannedSource:
-    """What a stage reads of a source. `first` and `last`: [epoch, sequence] in the source's own order, epochs
-    from 1 and the sequences of an epoch from 0; None if none is read. `epochs_at_end`: read from the start of
-    the run on."""
+    """The sequences that a stage reads of a source. `first` and `last`: [epoch, sequence] in the source's own
+    order, epochs from 1 and the sequences of an epoch from 0; None if none is read. `epochs_at_end`: read
+    from the start of the run on."""
 
     source: str
     sequences: int
@@ -79,8 +79,8 @@ class Place:
 
 @dataclass(frozen=True)
 class SourceEnds:
-    """What runs out when. `epoch_ends`: the last sequences of the first ten epochs. `exceeds_max_epochs`: the
-    first sequence that is too much."""
+    """When the epochs of a source end. `epoch_ends`: the last sequences of the first ten epochs.
+    `exceeds_max_epochs`: the first sequence that is too much."""
 
     source: str
     sequences_per_epoch: int
@@ -93,8 +93,8 @@ class SourceEnds:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run reads. `at`: step, next sequence and stage of the newest checkpoint, and the step that a run
-    would be at which takes all steps as configured; {} for a new run."""
+    """All sequences that a run reads. `at`: step, next sequence and stage of the newest checkpoint, and the
+    step that a run would be at which takes all steps as configured; {} for a new run."""
 
     config: str
     ranks: int

@@ -191,7 +191,7 @@ def _step_of(number: int, stages: Stages) -> tuple[str, int]:
 
 
 def _skipped(job: Job, sequences: SequenceDataset) -> SkippedSequences:
-    """The sequences that a run skips: those of its job, and those of the newest checkpoint in its folder, if
+    """The sequences that a run skips, by its job and by the newest checkpoint in its folder, if
     the job numbers the sequences as the checkpoint's run does."""
     try:
         candidate = newest(job.folder / job.checkpoint.folder, -1, [])
@@ -207,8 +207,8 @@ def _skipped(job: Job, sequences: SequenceDataset) -> SkippedSequences:
 
 
 def _numbering(identity: dict[str, Any], num_sequences: int) -> list[Any]:
-    """What decides which sequences the numbers below `num_sequences` have. Later stages may change in a
-    run."""
+    """The part of an identity that decides which sequences the numbers below `num_sequences` have. Later
+    stages may change in a run."""
     stages = [stage for stage in identity.get(STAGES, []) if 0 < stage["first_sequence"] < num_sequences]
     return [
         identity.get("training"),

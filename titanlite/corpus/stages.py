@@ -39,8 +39,7 @@ from titanlite.data.text_files import (
     split_files,
     stop,
 )
-from titanlite.data.tokenize_files import VERSION, check_ids, group_splits, shuffle_documents
-from titanlite.data.write_shards import batches
+from titanlite.data.tokenize_files import VERSION, batches, check_ids, group_splits, shuffle_documents
 from titanlite.files import named, sync
 from titanlite.tokenizers.base import Tokenizer
 from titanlite.tokenizers.chat import ChatFormat

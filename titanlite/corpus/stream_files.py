@@ -92,7 +92,7 @@ def _begun(stream: DocumentStream, folder: Path, field: str) -> tuple[DocumentSt
 
 
 def _fetch_rest(stream: DocumentStream, folder: Path, record: dict[str, Any], is_strict: bool) -> None:
-    """Write the documents that follow those of `record`, which is brought up to date after every file.
+    """Write the documents that follow the ones in `record`, which is brought up to date after every file.
     `is_strict`: as in `_line`."""
     number = record["documents"]
     with keys_in(SECTION):

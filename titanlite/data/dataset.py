@@ -53,7 +53,7 @@ class Data:
     """Restrict attention to the tokens of the same document, and restart positions at 0 in each document."""
     num_workers: int = 2
     """Loader processes per rank; 0 loads in the training process. The data order does not depend on it,
-    except that of a stream."""
+    except for a stream."""
     cache_dir: PathText = "outputs/cache"
     """Folder for the tokens of sources that tokenise on first use, and for packing indices."""
     verify: Literal["sizes", "full"] = "sizes"
@@ -108,7 +108,7 @@ class Data:
         return SkippedSequences.of(self.skip_sequences)
 
     def build(self, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> RunSequences:
-        """Open the sources; those of raw text are tokenised on first use. Raises ConfigError for unusable
+        """Open the sources, and tokenise raw text on first use. Raises ConfigError for unusable
         input."""
         packed = self._open([] if self.stream else self.sources, tokenizer, seq_len, "data.sources")
         held_out = self._open(self.validation_sources, tokenizer, seq_len, "data.validation_sources")
@@ -117,11 +117,11 @@ class Data:
             path = both[0].shards.path
             raise ConfigError(f"{path} is also a training source", "data.validation_sources")
         identity = self.label_identity(tokenizer, seq_len=seq_len, seed=seed)
-        validation = _not_in_tomls_order(held_out, self.validation_sources)
+        validation = _sorted_by_content(held_out, self.validation_sources)
         if self.stream is not None:
             with keys_in("data.sources.0"):
                 return StreamSequences(self.stream, tokenizer, _for_validation(validation), identity)
-        training = _not_in_tomls_order(packed, self.sources)
+        training = _sorted_by_content(packed, self.sources)
         sequences = SequenceDataset(training, validation, self.holdout_sequences, seed, identity)
         sequences.set_stages(self.sources, [(0, None)])
         return sequences
@@ -164,7 +164,7 @@ class Data:
         return [pack(dataset, seq_len, Path(self.cache_dir), self.mask_documents) for dataset in shards]
 
 
-def _not_in_tomls_order(
+def _sorted_by_content(
     packed: Sequence[PackedSequences], sources: Sequence[Source]
 ) -> list[tuple[PackedSequences, Source]]:
     """Sort the sources by content."""

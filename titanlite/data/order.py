@@ -80,8 +80,8 @@ def quotas(weights: Sequence[float], total: int) -> list[int]:
 class Proportions:
     """The sources of consecutive sequences in fixed proportions: the sequences from number `first` on.
 
-    Each block of MIXING_BLOCK sequences holds each source's exact quota, in an order of its own. `before`:
-    number of sequences of each source with numbers below `first`."""
+    Each block of MIXING_BLOCK sequences holds each source's exact quota, in a separate order per block.
+    `before`: number of sequences of each source with numbers below `first`."""
 
     def __init__(self, weights: Sequence[float], seed: int, first: int = 0, before: Sequence[int] = ()):
         self.quotas = quotas(weights, MIXING_BLOCK)
@@ -128,7 +128,7 @@ class Mixture:
     in a new order. The orders are keyed by the `fingerprints` of their contents, so a source keeps its order
     if sources are added or rearranged.
 
-    `weights`: those of the sequences from number 0 on. `changes`: later weights, by the number of the first
+    `weights`: of the sequences from number 0 on. `changes`: later weights, by the number of the first
     sequence that they hold for, in ascending order. A source continues where it was, so a change repeats and
     omits no sequence of an epoch. The sequences before a change do not depend on it. A change to the same
     proportions changes nothing."""

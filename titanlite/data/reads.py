@@ -13,7 +13,7 @@ from titanlite.data.sources import Source
 
 @dataclass(frozen=True)
 class SourceReads:
-    """What a run reads of one source. `place`: that of the source in the mixture."""
+    """The sequences that a run reads of one source. `place`: the number of the source in the mixture."""
 
     source: Source
     mixture: Mixture

@@ -4,7 +4,7 @@ whose files hold token ids. StreamedSource: the contract of the source `stream`.
 A source returns ShardedTokens, a dataset on disk. Everything after that is the same for all sources: packing
 numbers the sequences of the shards, and the data order is a function of these numbers. So a source must be
 finite and have a fixed content, whose hash (ShardedTokens.fingerprint) belongs to the run's identity.
-DocumentSource (text_sources.py) makes shards of the documents of any iterable.
+DocumentSource (corpus/document_source.py) makes shards of the documents of any iterable.
 
 A streamed source has no shards: its documents can only be read in their order. So its sequences depend on the
 numbers of ranks and loader workers that share the documents, and much that needs numbered sequences is

@@ -161,7 +161,7 @@ def has_own_shards(source: StreamedSource, documents: Any, num_shares: int) -> b
     False if each reads the whole stream and uses its own documents. Shares with very different numbers of
     shards would read some documents far more often than others."""
     if source.max_documents or not hasattr(documents, "num_shards"):
-        return False  # the first `max_documents` documents are those of the first shards
+        return False  # the first `max_documents` documents are in the first shards
     num_shards = documents.num_shards
     return num_shards >= MANY_SHARDS * num_shares or (num_shards > 0 and num_shards % num_shares == 0)
 
@@ -182,9 +182,9 @@ def _stream_errors(label: str) -> Iterator[None]:
 
 
 class _Share:
-    """The documents of share number `share` of a stream, again and again: those of a part of its shards (see
-    has_own_shards), or else every `num_shares`-th document. Empty documents are left out, and bad ones if the
-    source says so."""
+    """The documents of share number `share` of a stream, again and again: the documents of its own
+    shards (see has_own_shards), or else every `num_shares`-th document. Empty documents are left out, and bad
+    ones if the source says so."""
 
     def __init__(self, source: StreamedSource, share: int, num_shares: int):
         self._source, self._share, self._num_shares = source, share, num_shares
@@ -201,7 +201,7 @@ class _Share:
         self._documents, self._has_state = documents, hasattr(documents, "state_dict")
         self._iterator: Iterator[Any] | None = None
         self._place: State | None = None  # the stream's own state, before its next document
-        self._number = 0  # of documents read in this epoch, also those of other shares
+        self._number = 0  # of documents read in this epoch, including other shares
 
     def take(self, count: int) -> list[str]:
         """Return at most `count` texts; fewer at the end of the share, where it begins again. Raises
@@ -224,7 +224,7 @@ class _Share:
         return texts
 
     def _rest(self) -> Iterator[Any]:
-        """Read the documents that are left in this epoch, also those of other shares."""
+        """Read the documents that are left in this epoch, including other shares."""
         limit = self._source.max_documents
         with _stream_errors(self._source.label):
             if self._iterator is None:

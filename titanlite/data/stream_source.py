@@ -58,7 +58,7 @@ class Stream(StreamedSource, name="stream"):
     """Documents that are tokenised while the run trains on them: `stream = { name = "huggingface", path =
     "allenai/c4", config = "en" }` is a Hugging Face dataset in streaming mode. A stream is the only source of
     training, is read in its order, without shuffling, and begins again at its end, for each loader worker at
-    the end of its own share. A run resumes exactly, but only on as many data-parallel ranks and loader
+    the end of its share. A run resumes exactly, but only on as many data-parallel ranks and loader
     workers."""
 
     stream: DocumentStream
@@ -67,12 +67,12 @@ class Stream(StreamedSource, name="stream"):
     """The field or column of the stream's documents that holds the text. In a WebDataset, the suffix of the
     members with the text, such as `txt`."""
     bad_documents: Literal["stop", "skip"] = "stop"
-    """What to do with a document without text: a null, a missing field, another type, or characters that are
+    """Action for a document without text: a null, a missing field, another type, or characters that are
     not Unicode. `stop` ends the run; `skip` leaves it out, and logs the number. It may change on resume."""
 
     @property
     def path(self) -> str:
-        """What the stream reads, for messages."""
+        """The path or name of the stream, for messages."""
         return str(getattr(self.stream, "path", "") or self.stream.name)
 
     @property

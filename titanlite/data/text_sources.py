@@ -6,18 +6,17 @@ import hashlib
 import os
 import sysconfig
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlite.config.component import ConfigError, full_name
+from titanlite.config.component import ConfigError
 from titanlite.config.paths import PathText, check_writable
 from titanlite.data.shards import TokenShards
 from titanlite.data.sources import Source
 from titanlite.data.text_files import Limits, content_sha256
 from titanlite.data.text_formats import find_files, format_of
 from titanlite.data.tokenize_files import VERSION, tokenize_files
-from titanlite.data.write_shards import Document, write_shards
 from titanlite.tokenizers.base import Tokenizer
 
 
@@ -48,26 +47,6 @@ class CachedSource(Source):
     def _tokenization(self, tokenizer: Tokenizer) -> str:
         """Return a text that changes whenever the same documents would have other tokens."""
         return tokenizer.fingerprint
-
-
-class DocumentSource(CachedSource):
-    """Base of sources that make token shards from documents: a generator, a database, a Hugging Face dataset.
-
-    A subclass with a `name` implements two methods. `documents` yields the documents, and `fingerprint`
-    identifies them. tests/examples/iterable_source.py is an example."""
-
-    @abstractmethod
-    def documents(self) -> Iterable[Document]:
-        """Return the documents, in a form that `write_shards` accepts. The iterable must end, and have the
-        same documents in the same order each time. Raises ConfigError for missing or unreadable input."""
-
-    def write(self, path: Path, tokenizer: Tokenizer) -> TokenShards:
-        documents = self.documents()
-        if not isinstance(documents, Iterable):
-            raise ConfigError(
-                f"{full_name(type(self))}.documents returned {documents!r}; expected an iterable"
-            )
-        return write_shards(documents, path, tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)

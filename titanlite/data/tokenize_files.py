@@ -6,11 +6,11 @@ the documents within a sequence need mixing here. The bytes do not depend on the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from titanlite.data.order import key_of, permute
 from titanlite.data.shards import TokenShards, token_dtype, write_description, write_shard
 from titanlite.data.text_files import DEFAULT_LIMITS, FileSplit, Limits, read_split, split_files, where
 from titanlite.data.worker_pool import num_cores, worker_pool
-from titanlite.data.write_shards import batches
 from titanlite.files import new_folder
 from titanlite.progress import Progress
 from titanlite.tokenizers.base import Tokenizer
@@ -28,6 +27,8 @@ from titanlite.tokenizers.base import Tokenizer
 VERSION = 2  # increase it when a change of the code changes the bytes that the same input gives
 SHARD_BYTES = 256 << 20  # of text, from 32 splits: about 128 MiB of uint16 tokens
 SEED = 0  # of the shuffle
+BATCH, BATCH_CHARACTERS = 64, 8 << 20  # largest batch for the tokenizer
+T = TypeVar("T")
 
 
 def tokenize_files(
@@ -88,6 +89,19 @@ def shuffle_documents(
     start, stop = np.concatenate([s - n for s, n in zip(stops, lengths)]), np.concatenate(stops)
     for i in permute(np.arange(len(split)), len(split), key_of("documents", seed, shard)):
         yield arrays[split[i]][start[i] : stop[i]]
+
+
+def batches(documents: Iterable[T], length_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Group documents into batches that are handed to the tokenizer at once."""
+    batch, size = list[T](), 0
+    for document in documents:
+        batch.append(document)
+        size += length_of(document)
+        if len(batch) == BATCH or size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, file: Path, place: int) -> None:

@@ -4,7 +4,6 @@ model, with the adapters merged into their base model."""
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.state import BaseModel, read_train
 from titanlite.config.component import ConfigError
-from titanlite.config.imports import own_modules
+from titanlite.config.imports import import_own_components
 from titanlite.config.paths import check_folder
 from titanlite.interop.dcp import is_foreign_dcp, open_titanlite
 from titanlite.interop.huggingface import is_hugging_face, is_peft_adapter, open_hugging_face
@@ -48,16 +47,21 @@ def open_weights(path: Path, family: ModelFamily, check_base: bool = False) -> W
         )
     if is_hugging_face(path):
         return open_hugging_face(path, family)
-    for module in own_modules("components"):  # a satellite adds its formats in its module `components`
-        importlib.import_module(module)
-    for form in FORMATS:
-        if form.matches(path):
-            return form.open(path, family)
+    if not _is_titanlite(path):
+        import_own_components()  # a satellite adds its formats in its module `components`
+        for form in FORMATS:
+            if form.matches(path):
+                return form.open(path, family)
     if steps := [step for _, step in commit.list_committed(path) if is_foreign_dcp(step)]:
         raise ConfigError(f"{path} has checkpoints of another program; give one, such as {steps[-1]}")
     if pickles := sorted(path.glob("pytorch_model*.bin")):
         raise ConfigError(f"{pickles[0]}: pickled weights are not supported; save them as safetensors")
     return open_checkpoint(path, family, check_base=check_base)
+
+
+def _is_titanlite(path: Path) -> bool:
+    """Return whether a step folder, a checkpoint folder or a run folder has a manifest of a checkpoint."""
+    return any(any(path.glob(f"{inside}{commit.MANIFEST}")) for inside in ("", "step-*/", "*/step-*/"))
 
 
 def _if_of_a_run(path: Path) -> str:

@@ -53,7 +53,7 @@ OP_OF_EXPERTS = {"x", "q", "v", "out", "lse", "gate", "up", "routing"}
 class BlockShape:
     """The sizes of a block, and how it is computed. `size`: bytes of the compute dtype. `is_float8`: its
     linear layers compute in 8 bits. `tp`, `cp`, `ep`: degrees. `gathers_tokens`: whether expert parallel
-    gathers all tokens. `num_experts`, `num_chosen`: the experts of the block and those of a token; 0 and 1
+    gathers all tokens. `num_experts`, `num_chosen`: the experts of the block and of a token; 0 and 1
     for an MLP."""
 
     d: int
@@ -177,7 +177,7 @@ class Kept:
 
 
 def kept_by_block(shape: BlockShape, config: ActivationCheckpoint, num_blocks: int) -> list[Kept]:
-    """What each block keeps."""
+    """Bytes that each block keeps, in the order of the blocks."""
     tensors = shape.tensors()
     total = sum(tensors.values())
     every = Kept(total, 0.0)
@@ -212,8 +212,8 @@ def _selective(shape: BlockShape, tensors: Mapping[str, float], option: str, gat
     if not shape.compiled and NORMS in modules:
         dropped -= {"n1", "n2"}  # inputs of the next layers
     if NORMS in modules:
-        # What one repeated module passes to the next one is kept: with norms+mlp n2 (blind_points_h200.json).
-        # norms+attention was not measured.
+        # The output of a repeated module that the next one reads is kept: with norms+mlp n2
+        # (blind_points_h200.json). norms+attention was not measured.
         dropped -= ({"n1"} if ATTENTION in modules else set()) | ({"n2"} if MLP in modules else set())
     size = sum(tensors[name] for name in dropped)
     # Without the compiler, a repeated module keeps its input if nothing else does.

@@ -5,15 +5,14 @@ that the plan computes for the same model apply to every layout."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from titanlite.checkpoint.run_identity import differences
 from titanlite.config.component import ConfigError
-from titanlite.config.json_file import as_json, expect, read_object
-from titanlite.flops import peak_bf16_flops
+from titanlite.config.json_file import as_json, read_object
 from titanlite.lab.cards import Card, Speeds, num_gpus, parse_gpus
 
 FORMAT = 1
@@ -34,7 +33,7 @@ class PartTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured, on which machine. `sequences`: of a measured micro-batch. `matmul_flops` and
+    """Measured times, and the machine. `sequences`: of a measured micro-batch. `matmul_flops` and
     `memory_rate`: of one large matrix product and of a copy; they tell how fast the device is, and the plan
     does not use them for known GPUs. `keys`: of the job, those on which the times depend."""
 
@@ -57,7 +56,7 @@ class Measurement:
 
     @property
     def note(self) -> str:
-        """What to know of a plan with these times."""
+        """A note for plans with these times."""
         machine = f"{self.device}, torch {self.versions.get('torch')}"
         return f"step time is calibrated by the times of {self.config} on {machine}"
 
@@ -80,8 +79,8 @@ def ratio(measured: float | None, planned: float | None) -> float:
 
 
 def part_times(small: Times, large: Times, n: int, num_blocks: int) -> PartTimes:
-    """The times of a model with `num_blocks` blocks, from those of models with n and 2 n blocks. `small` and
-    `large`: seconds of a micro-batch, and of the optimizer."""
+    """The times of a model with `num_blocks` blocks, from models with n and 2 n blocks. `small` and `large`:
+    seconds of a micro-batch, and of the optimizer."""
     heads = [max(2 * of_small - of_large, 0.0) for of_small, of_large in zip(small, large)]
     blocks = [(of_large - head) / (2 * n) for of_large, head in zip(large, heads)]
     return PartTimes(blocks[0], heads[0], heads[1] + num_blocks * blocks[1])
@@ -105,47 +104,19 @@ def read_measurement(path: Path) -> Measurement:
     except ConfigError as e:
         raise ConfigError(f"command line, --measured: {e}") from None
     try:
-        _check(tree)
-        fields = {name: tree[name] for name in Measurement.__dataclass_fields__}
-        parts = {name: _only(PartTimes._fields, tree[name]) for name in PARTS}
-        times = {name: PartTimes(**of_part) for name, of_part in parts.items()}
-        measurement = Measurement(**fields | times | {"card": Card(**_only(Card._fields, tree["card"]))})
+        if tree.pop("format") != FORMAT:
+            raise ValueError(f'its "format" is not {FORMAT}')
+        tree |= {name: PartTimes(**tree[name]) for name in PARTS} | {"card": Card(**tree["card"])}
+        measurement = Measurement(**tree)
         for name, factor in zip(PartTimes._fields, measurement.speeds):
             if not 1e-9 < factor < 1e9:
                 raise ValueError(f"measured.{name} is {factor:.1e} times planned.{name}")
         return measurement
-    except ValueError as e:
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise ConfigError(
             f"command line, --measured: {path}: {e}; it is no file that this version's "
             "`titanlite tune --measure` wrote"
         ) from None
-
-
-def _only(names: Sequence[str], tree: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an object that have these names; None for those that it does not have."""
-    return {name: tree.get(name) for name in names}
-
-
-def _check(tree: dict[str, Any]) -> None:
-    """Raise ValueError, which names the field, unless a file's object is a measurement."""
-    if tree.get("format") != FORMAT:
-        raise ValueError(f'its "format" is not {FORMAT}')
-    expect(tree, config=str, device=str, num_ranks=int, sequences=int, keys=dict, versions=dict)
-    expect(tree, **dict.fromkeys(["card", *PARTS], dict))
-    card = tree["card"]
-    expect(card, name=str, is_cpu=bool)
-    fields = ["num_ranks", "sequences", "matmul_flops", "memory_rate"]
-    fields += ["card.memory_gib", "card.memory_rate", "card.link_rate"]
-    if card.get("measured_flops") != 0 or peak_bf16_flops(card["name"]) is None:  # 0: of a known GPU
-        fields.append("card.measured_flops")
-    has_link = any(tree[name].get("link") is not None for name in PARTS)
-    times = PartTimes._fields if has_link else PartTimes._fields[:-1]
-    fields += [f"{name}.{time}" for name in PARTS for time in times]
-    for field in fields:
-        section, _, key = field.rpartition(".")
-        number: Any = (tree[section] if section else tree).get(key)
-        if type(number) not in (int, float) or not 0 < number < 1e18:
-            raise ValueError(f"{field} is {number!r:.60}, not a number above 0")
 
 
 def planned_gpus(

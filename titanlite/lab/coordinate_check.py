@@ -36,7 +36,7 @@ LAST_LR = 0.25  # share of the peak learning rate in the last step, to which the
 
 @dataclass(frozen=True)
 class SmallRun:
-    """What all widths of a check have in common. `batches`: one per step; outputs are measured on the
+    """Settings that all widths of a check share. `batches`: one per step; outputs are measured on the
     first."""
 
     loss: Loss

@@ -1,6 +1,6 @@
 """`titanlite tune CONFIG --find-batch`: find the largest micro-batch that fits, by runs of three steps.
 
-Each size is trained in processes of its own, because an out-of-memory error leaves the allocator and NCCL
+Each size is trained in new processes, because an out-of-memory error leaves the allocator and NCCL
 unusable. The first size is the largest that fits by the plan (lab/memory.py); what a run has measured
 corrects the plan for the next one. docs/tuning.md says what the runs leave out."""
 
@@ -54,8 +54,8 @@ LEFT_OUT = [  # what the runs leave out: it takes no memory of a step, or writes
 
 @dataclass(frozen=True)
 class BatchTrial:
-    """What a run of micro-batches of `size` sequences measured. GiB: the peak of its steps, of the GPU that
-    has most. `tokens_per_second`: of its last step, per GPU. `out_of_memory`: where the run ran out of
+    """Measurements of a run with micro-batches of `size` sequences. GiB: the peak of its steps, on the GPU
+    with most. `tokens_per_second`: of its last step, per GPU. `out_of_memory`: where the run ran out of
     memory, which leaves the numbers unknown."""
 
     size: int

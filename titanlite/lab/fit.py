@@ -1,8 +1,8 @@
 """`titanlite plan [CONFIG] --fit RUN ...`: the scaling law of finished runs, and what it forecasts.
 
 A run's N is the number of its parameters in matrix products, with the head and without the rows that an
-embedding of its own looks up, as in the FLOPs 6 N D; D is the tokens that it trained on. Its loss is that of
-the validation after the last step. docs/planning.md says which runs are refused, and why."""
+separate embedding looks up, as in the FLOPs 6 N D; D is the tokens that it trained on. Its loss is
+`eval/loss` after the last step. docs/planning.md says which runs are refused, and why."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _row(run: FinishedRun, expected: float) -> dict[str, Any]:
 
 
 def _check_near(flops: float, largest: float) -> None:
-    """Raise ConfigError for FLOPs that are too far from those of the largest run."""
+    """Raise ConfigError for FLOPs far beyond the largest run's."""
     if flops > MAX_EXTRAPOLATION * largest:
         raise ConfigError(
             f"{flops:.3g} FLOPs are {flops / largest:.3g} times those of the largest run; a law is "
@@ -165,13 +165,8 @@ def _forecast(fitted: FittedLaw, target: Target, largest: dict[str, float]) -> d
 
 def _check_target(target: Target, first: FinishedRun) -> None:
     """Raise ConfigError if a law of runs like `first` does not hold for the job."""
-    job, scratch = target.job, "the law is of runs from scratch"
-    if job.lora.enable:
-        raise ConfigError(scratch, "lora.enable")
-    if job.checkpoint.initial_load_path:
-        raise ConfigError(scratch, "checkpoint.initial_load_path")
-    if job.stages:
-        raise ConfigError("the law is of runs without stages", "stages")
+    job = target.job
+    check_from_scratch(job, "the law is of runs from scratch")
     if target.epochs is not None and target.epochs > MAX_EPOCHS:
         raise ConfigError(f"the job reads its data {target.epochs:.1f} times: {REPEATED}", "training.steps")
     end = job.lr_scheduler.checked_factor(job.training.steps, job.training.steps)
@@ -185,6 +180,18 @@ def _check_target(target: Target, first: FinishedRun) -> None:
     theirs = {key: value for key, value in first.conditions.items() if key in ours}
     if change := _change(theirs, ours, first.name):
         raise ConfigError(f"the law does not hold for this job: {change}")
+
+
+def check_from_scratch(job: Job, reason: str) -> None:
+    """Raise ConfigError with `reason` for a job that trains adapters, starts from weights or has stages."""
+    given = {
+        "lora.enable": job.lora.enable,
+        "checkpoint.initial_load_path": job.checkpoint.initial_load_path,
+        "stages": job.stages,
+    }
+    for key, value in given.items():
+        if value:
+            raise ConfigError(f"{reason} with one mixture" if key == "stages" else reason, key)
 
 
 # ---- the runs
@@ -245,12 +252,10 @@ def _finished(run: RecordedRun, allow_imports: bool) -> FinishedRun:
             f"its learning rate ends at {end:.0%} of the peak: the law is of losses after a decay, which are "
             "lower; branch a decay (docs/howto.md), or train with another [lr_scheduler]"
         )
-    if started_from := job.checkpoint.initial_load_path:
-        raise ConfigError(f"it began with the weights in {started_from}; the law is of runs from scratch")
-    if job.lora.enable:
-        raise ConfigError("it trained adapters ([lora]); the law is of runs from scratch")
-    if job.stages:
-        raise ConfigError("it has [[stages]]; the law is of runs with one mixture and one schedule")
+    try:
+        check_from_scratch(job, "the law is of runs from scratch")
+    except ConfigError as e:
+        raise ConfigError(f"it has {e.key}; {e}") from None
     data = _data(run.folder / "run_identity.json")
     _check_epochs(run, data)
     return FinishedRun(
@@ -287,7 +292,7 @@ def _check_epochs(run: RecordedRun, data: dict[str, Any]) -> None:
 
 
 def conditions(job: Job, data: dict[str, Any] | None) -> dict[str, Any]:
-    """What the runs of a law have in common: the data and how it is read, and the kinds of model and
+    """Settings that the runs of a law share: the data and how it is read, and the kinds of model and
     optimizer. `data`: the identity of the sequences; None: not known."""
     known = {} if data is None else {"data": {key: data.get(key) for key in DATA_KEYS}}
     return known | {
@@ -321,7 +326,7 @@ def _change(theirs: dict[str, Any], ours: dict[str, Any], name: str) -> str:
 
 
 def _too_few(runs: Sequence[FinishedRun]) -> list[str]:
-    """What the runs lack to tell the five constants of a law."""
+    """Reasons why the runs do not determine the five constants of a law."""
     if len(runs) < MIN_RUNS:
         return [f"--fit: {len(runs)} runs; a law of five constants needs at least {MIN_RUNS}"]
     sizes: dict[str, list[float]] = {

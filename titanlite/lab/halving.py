@@ -1,8 +1,8 @@
 """The search for good settings: which runs it has, which of them continue, and where the best value lies.
 
 Successive halving (Jamieson and Talwalkar 2016, arXiv 1502.07943) over whole schedules. The runs of a rung
-train half as many steps as those of the next one, each with a learning rate schedule of its own that ends
-with the run, and the better half continues. Losses in the middle of a longer schedule would rank the runs
+train half as many steps as the runs of the next one, each with a learning rate schedule that ends with the
+run, and the better half continues. Losses in the middle of a longer schedule would rank the runs
 wrongly: a run with a high rate is often behind until its rate decays (Wen et al. 2025, arXiv 2509.02046)."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from titanlite.lab.axes import Axis
 
 MIN_GOING_ON = 3  # runs: through fewer there is no parabola
-SPREADS = 2  # a difference of less than so many times that of two seeds is a tie
+SPREADS = 2  # a tie: the losses differ by less than so many times the difference of two seeds
 
 Trial = tuple[str, ...]  # the values of the axes, in TOML
 

@@ -21,7 +21,7 @@ from titanlite.files import write_atomically
 from titanlite.job import Job, load_job
 from titanlite.lab import width as rules
 from titanlite.lab.cards import Cluster, known_card
-from titanlite.lab.fit import MIN_RUNS
+from titanlite.lab.fit import MIN_RUNS, check_from_scratch
 from titanlite.lab.layouts import assess
 from titanlite.lab.plan import planned_run
 from titanlite.lab.shapes import Shape, candidates, count, default_sizes, nearest
@@ -57,7 +57,7 @@ class LadderRun(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The run's folder, below that of the ladder."""
+        """Path of the run below the folder of the ladder."""
         return self.job.folder.name
 
     @property
@@ -124,11 +124,7 @@ def _check(job: Job) -> None:
     for key, given in (("stages", job.stages), ("training.batch_ramp", job.training.batch_ramp)):
         if given:
             raise ConfigError(f"shorter runs would have other parts of it; --{key}=[] leaves it out", key)
-    scratch = "the smaller models of a ladder start from random weights"
-    if job.lora.enable:
-        raise ConfigError(scratch, "lora.enable")
-    if job.checkpoint.initial_load_path:
-        raise ConfigError(scratch, "checkpoint.initial_load_path")
+    check_from_scratch(job, "the smaller models of a ladder start from random weights")
 
 
 def _runs(job: Job, options: Namespace) -> list[LadderRun]:

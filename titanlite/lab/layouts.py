@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from titanlite.lab.cards import GIB, Cluster
 from titanlite.lab.memory import OUTSIDE, RankMemory, at_most, rank_memory
@@ -12,6 +13,7 @@ from titanlite.lab.planned import PlannedRun
 from titanlite.lab.step_time import StepTime, step_time
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.parallelism import EXPERT_KEY, Degrees, Parallelism
+from titanlite.parallelism import KEYS as DEGREE_KEYS
 
 FITS, CLOSE, DOES_NOT_FIT = "fits", "close", "does not fit"
 MAX_DEGREE = 8  # of tensor and context parallel; pipeline parallel up to twice as many stages
@@ -33,24 +35,16 @@ class Layout:
 
     def overrides(self, given: PlannedRun) -> list[str]:
         """The command-line overrides that change the `given` run into this layout."""
-        degrees, training, mode = self.run.degrees, self.run.training, self.run.activation_checkpoint.mode
-        parallelism = self.run.parallelism
-        keys = {
-            "parallelism.pipeline_parallel_degree": (given.degrees.pp, degrees.pp),
-            "parallelism.data_parallel_replicate_degree": (given.degrees.dp_replicate, degrees.dp_replicate),
-            "parallelism.data_parallel_shard_degree": (given.degrees.dp_shard, degrees.dp_shard),
-            "parallelism.context_parallel_degree": (given.degrees.cp, degrees.cp),
-            "parallelism.tensor_parallel_degree": (given.degrees.tp, degrees.tp),
-            f"parallelism.{EXPERT_KEY}": (
-                given.parallelism.expert_parallel_degree,
-                parallelism.expert_parallel_degree,
-            ),
-            "parallelism.fsdp_reduce": (given.parallelism.fsdp_reduce, parallelism.fsdp_reduce),
-            "training.global_batch_size": (given.training.global_batch_size, training.global_batch_size),
-            "training.local_batch_size": (given.training.local_batch_size, training.local_batch_size),
-            "activation_checkpoint.mode": (given.activation_checkpoint.mode, mode),
-        }
-        return [f"--{key}={new}" for key, (old, new) in keys.items() if old != new]
+        parallelism, training, checkpoint = "parallelism", "training", "activation_checkpoint"
+        old, new = dict[str, Any](), dict[str, Any]()
+        for values, run in ((old, given), (new, self.run)):
+            values |= {f"{parallelism}.{key}": degree for key, degree in zip(DEGREE_KEYS, run.degrees)}
+            for section, key in (
+                (parallelism, EXPERT_KEY), (parallelism, "fsdp_reduce"), (training, "global_batch_size"),
+                (training, "local_batch_size"), (checkpoint, "mode"),
+            ):  # fmt: skip
+                values[f"{section}.{key}"] = getattr(getattr(run, section), key)
+        return [f"--{key}={value}" for key, value in new.items() if old[key] != value]
 
 
 @dataclass(frozen=True)

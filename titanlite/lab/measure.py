@@ -1,8 +1,8 @@
 """`titanlite tune CONFIG --measure`: measures the speed of this machine for `titanlite plan --measured`.
 
 The job's model, or the largest cut of it that fits and is fast, and one with half as many blocks take real
-steps on random tokens. Their difference is the time of the blocks; the rest is that of embedding, head and
-loss."""
+steps on random tokens. Their difference is the time of the blocks; the rest is the time of embedding, head
+and loss."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def _planned(job: Job, cluster: Cluster, num_blocks: int) -> tuple[float, float]
 
 
 def _timed(job: Job, rt: Runtime, num_blocks: int) -> tuple[float, float]:
-    """Measured seconds of a micro-batch and of the optimizer, those of the slowest rank. Collective."""
+    """Measured seconds of a micro-batch and of the optimizer on the slowest rank. Collective."""
     cut, training = _cut(job, num_blocks), job.training
     attention, _ = start.check_device(cut, rt.device, rt.param_dtype, 1)
     net = cut.build_on_meta()
@@ -239,7 +239,7 @@ def _block_size(job: Job) -> int:
 
 
 def _text(measurement: Measurement) -> str:
-    """What was measured."""
+    """Planned and measured times as a table."""
     planned, measured, factors = measurement.planned, measurement.measured, measurement.speeds
     names = ("one block, forward and backward", "embedding, head and loss", "optimizer and clipping",
              "two all-gathers, one reduction")  # fmt: skip

@@ -198,12 +198,12 @@ class _Step:
         if not self.is_accumulating:
             return 0.0
         if self.run.is_sharded and not self.reduces_each:
-            return 4.0 * sum(u.gradient for u in units)  # every rank has those of all its parameters
+            return 4.0 * sum(u.gradient for u in units)  # every rank has the gradients of all its parameters
         return 4.0 * sum(u.sharded_gradient for u in units)
 
     def _gradients(self, num_done: int) -> float:
-        """Gradients when those of the head and of the last `num_done` blocks are done; with all blocks, those
-        of the embedding, too."""
+        """Gradients after the backward of the head and of the last `num_done` blocks; with all blocks,
+        also of the embedding."""
         units, left = self.parameters, len(self.blocks) - num_done
         if self.is_accumulating and (not self.run.is_sharded or self.reduces_each):
             return self._accumulated()
@@ -238,13 +238,13 @@ class _Step:
         return self._gathered(unit) if self.run.is_sharded else 0.0
 
     def _held_forward(self, i: int) -> float:
-        """What FSDP holds in the forward of block i."""
+        """Bytes that FSDP holds in the forward of block i."""
         if not self.run.is_sharded:
             return 0.0
         return self._held_blocks(i) + self._held_always()
 
     def _held_backward(self, i: int) -> float:
-        """What FSDP holds in the backward of block i: the next block is gathered ahead."""
+        """Bytes that FSDP holds in the backward of block i: the next block is gathered ahead."""
         if not self.run.is_sharded:
             return 0.0
         held = self._held_blocks(i) + self._held_always()
@@ -277,7 +277,7 @@ class _Step:
     # ---- activations
 
     def _activations(self, num_blocks: int) -> float:
-        """What the first blocks keep for the backward, with all blocks of other micro-batches in flight."""
+        """Bytes that the first blocks keep, and all blocks of the other micro-batches in flight."""
         run = self.run
         schedule = run.parallelism.pipeline_parallel_schedule
         others = in_flight(schedule, self.pp_rank, run.degrees.pp, run.num_micro_batches) - 1

@@ -280,11 +280,6 @@ def _notes(
         notes.append("activations under memory_budget are interpolated: the compiler chooses them")
     if text := too_many_shards(run.degrees):
         notes.append(text)
-    if _has_no_fused_attention(job, run, cluster):
-        notes.append(
-            "in fp32 with fewer key than query heads, torch has no fused attention kernel on CUDA: a run "
-            'needs attention.sdpa_kernel = "math", whose time and quadratic memory are not counted'
-        )
     if run.shape.num_experts:
         notes.append(
             "memory of experts was at most 0.5% off in runs on one GPU, and is unmeasured with expert "
@@ -297,13 +292,6 @@ def _notes(
     if job.data.mask_documents:
         notes.append("attention is counted over whole sequences; documents that are masked need less time")
     return notes
-
-
-def _has_no_fused_attention(job: Job, run: PlannedRun, cluster: Cluster) -> bool:
-    """Whether scaled_dot_product_attention is left with its slowest kernel. Masks are computed by flex."""
-    config, masks = run.net.config, job.data.mask_documents or run.degrees.cp > 1
-    grouped = config.n_kv_heads < config.n_heads
-    return run.param_dtype == torch.float32 and grouped and not masks and not cluster.card.is_cpu
 
 
 def _row(layout: Layout, given: PlannedRun, tokens: int) -> dict[str, Any]:

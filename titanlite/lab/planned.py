@@ -1,4 +1,4 @@
-"""What decides the memory and the time of a rank: sections of a job, and its model on the meta device."""
+"""The inputs of a plan: sections of a job, and its model on the meta device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_BLOCKS = 1000  # of a planned model: one with more takes minutes
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """What decides the memory of a rank: the whole model on the meta device, and sections of the job.
+    """The inputs of a plan of memory and time: the whole model on the meta device, and sections of the job.
     `parameters`: parameters_of(net, optimizer). `global_batch`: the largest number of sequences per step.
     `device_bytes`: memory of a GPU; 0: a CPU."""
 

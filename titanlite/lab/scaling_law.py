@@ -61,8 +61,8 @@ class Law(NamedTuple):
         return np.asarray(6 * tokens * (ratio * tokens**self.beta) ** (1 / self.alpha))
 
 
-# The refit of Hoffmann et al. 2022 by Besiroglu et al. 2024 (arXiv 2404.10102). Only differences of
-# its losses carry over to other data and tokenizers.
+# The refit of Hoffmann et al. 2022 by Besiroglu et al. 2024 (arXiv 2404.10102). Only differences of losses
+# carry over to other data and tokenizers.
 CHINCHILLA = Law(*(np.array([constant]) for constant in (1.8172, 482.01, 0.3478, 2085.43, 0.3658)))
 
 
@@ -115,7 +115,7 @@ def fit(parameters: Floats, tokens: Floats, losses: Floats, num_replicas: int = 
     noise = float(np.sqrt(np.sum((losses / fitted - 1) ** 2) / degrees))
     rng = np.random.default_rng(0)
     # The residuals of few runs tell the noise only roughly. With its scale drawn anew for each replica, the
-    # intervals are those of Student's t in the linear case.
+    # intervals are Student's t in the linear case.
     scales = noise * np.sqrt(degrees / rng.chisquare(degrees, num_replicas))
     draws = scales[:, None] * rng.standard_normal((num_replicas, len(losses) + 1))
     replicas = best_laws(parameters, tokens, fitted * (1 + draws[:, :-1]))

@@ -75,7 +75,7 @@ class Search:
         return " ".join(f"{axis.key}={value}" for axis, value in zip(self.axes, trial))
 
     def name(self, run: Run) -> str:
-        """The run's folder, below that of the search."""
+        """Path of the run below the folder of the search."""
         parts = [f"{axis.key.rpartition('.')[2]}={value}" for axis, value in zip(self.axes, run.trial)]
         parts += [] if run.seed is None else [f"seed={run.seed}"]
         return f"rung{run.rung + 1}/{re.sub(r'[^-+,.=0-9A-Za-z]+', '_', ','.join(parts))}"
@@ -218,7 +218,7 @@ def _table(search: Search, losses: Sequence[dict[Trial, float]]) -> list[str]:
 
 
 def _conclusions(search: Search, losses: dict[Trial, float], noise: float | None) -> list[str]:
-    """What the last rung says."""
+    """Lines on the best settings of the last rung."""
     (best,) = survivors(losses, 1)
     settings = " ".join(f"--{axis.key}={value}" for axis, value in zip(search.axes, best))
     lines = [f"best: {settings} with {losses[best]:.4f}"]

@@ -1,5 +1,5 @@
 """The parameters that one rank holds, from the model on the meta device and the degrees of the layout,
-without process groups. The rules are those of tensor_parallel, expert_parallel, pipeline_parallel and fsdp in
+without process groups. The rules follow tensor_parallel, expert_parallel, pipeline_parallel and fsdp in
 parallel/."""
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """What a rank holds: its units in the order of the forward. `blocks`: by the position in the model.
-    `embedding` and `head`: None on ranks without them, and with tied embeddings, which are in `root` with the
-    final norm."""
+    """The parameters of a rank: its units in the order of the forward. `blocks`: by the position in the
+    model. `embedding` and `head`: None on ranks without them, and with tied embeddings, which are in
+    `root` with the final norm."""
 
     blocks: dict[int, Unit]
     embedding: Unit | None
@@ -92,7 +92,7 @@ class Parameter(NamedTuple):
             -(-size // degrees.tp) if dim == self.sharded_dim else size for dim, size in enumerate(self.shape)
         ]
         num_shards = degrees.dp_shard * degrees.cp
-        if self.is_expert and parallelism.shards_experts_apart:
+        if self.is_expert and parallelism.has_expert_axes:
             shape[0] //= parallelism.expert_parallel_degree
             num_shards = num_shards * degrees.tp // parallelism.expert_parallel_degree
             if shape[0] % num_shards:  # FSDP shards the rows of the experts, in equal parts

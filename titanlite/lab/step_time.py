@@ -1,8 +1,9 @@
 """The time of a step, from FLOPs, bytes and the speeds of the GPU, and what it is spent on.
 
 A micro-batch has t tokens of sequences of length T on one rank. N parameters are multiplied with every
-token; of experts, those of the token's own. N_b of them are in the blocks, without their last products, which
-are not repeated; r: share of the blocks whose forward is repeated; L blocks, H heads of size E.
+token; of experts, only the experts that the token chose. N_b: parameters of the blocks without their last
+products, which are not repeated; r: share of the blocks whose forward is repeated; L blocks, H heads of
+size E.
 
     matrix products   (6 N + 2 r N_b) t FLOPs
     attention         (6 + 2 r) L H E T t FLOPs: half of 12 L H E T t, because it is causal

@@ -24,7 +24,7 @@ SLOW_S = 4.0  # seconds of a step from which on one step is measured, after one 
 def time_steps(
     net: Decoder, trial: SmallRun, settings: ParallelSettings, optimizer: Optimizer, ema: EMA
 ) -> tuple[float, float]:
-    """Seconds of a micro-batch's forward and backward, and of the optimizer with clipping: those of the
+    """Seconds of a micro-batch's forward and backward, and of the optimizer with clipping, in the
     fastest of several rounds, because whatever else runs on the machine only adds time. One step takes all
     batches of `trial`. `net`: on the meta device. The device must be CUDA or the CPU, which StepClock
     measures."""

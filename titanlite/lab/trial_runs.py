@@ -1,6 +1,6 @@
 """The runs of a search or a ladder: started, stopped, and recorded once they have ended.
 
-Each run is an ordinary run in a folder of its own, started as `titanlite launch` with one or more GPUs to
+Each run is an ordinary run in its own folder, started as `titanlite launch` with one or more GPUs to
 itself. The record, such as search.json, lets the same command continue after any stop."""
 
 from __future__ import annotations

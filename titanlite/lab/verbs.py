@@ -46,7 +46,7 @@ def add_tune(options: Options) -> None:
     add("--standard", action="store_true", help="use CONFIG's settings at every width, without rules")
     add("--steps", **number, default=5, help="training steps at each width (5)")
     add("--seeds", **number, help="2, or 1: no second seed (2); of the check (3)")
-    add("--output", type=Path, help="folder of the runs; JSON file of the others")
+    add("--output", type=Path, help="folder of the runs; JSON file of a measurement or check")
 
 
 def add_plan(options: Options) -> None:

@@ -1,6 +1,6 @@
 """Rules that carry the settings of a model to another width.
 
-They are those of muP (Yang et al. 2022, arXiv 2203.03466, table 8), for models whose width grows by more
+The rules are muP's (Yang et al. 2022, arXiv 2203.03466, table 8), for models whose width grows by more
 heads of the same size. With m = width / base width, relative to the settings at the base width:
 
     initial matrices of the blocks     standard deviation / sqrt(m)
@@ -12,7 +12,7 @@ heads of the same size. With m = width / base width, relative to the settings at
 
 The numbers of experts stay, and an expert's matrices are matrices of the blocks. A router has a fixed number
 of outputs, as the head has (Malasnicki et al. 2025, arXiv 2508.09752): with larger initial weights its
-gradient would outweigh, in a wide model, that of the experts.
+gradient would outweigh the experts' gradient in a wide model.
 """
 
 from __future__ import annotations

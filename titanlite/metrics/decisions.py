@@ -1,4 +1,4 @@
-"""What the host knows of the guard's decisions: the decision on each step, and the sequences of each step."""
+"""The guard's decisions as the host reads them: the decision on each step, and the sequences of each step."""
 
 from __future__ import annotations
 

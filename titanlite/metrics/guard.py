@@ -53,16 +53,17 @@ class Guard:
     compared with the steps from that one on."""
     on_spike: Literal["log", "stop", "rewind"] = "log"
     """Reaction to a spike, which is a loss that rises and stays up: the median of the newest 16 accepted
-    losses lies above that of the 256 before, by more than 6 standard deviations and 0.1 nats, for 16 steps in
-    a row. `log`: log it, and tell the sinks. `stop`: also end the run with exit code 4, and name the
+    losses lies above the median of the 256 before, by more than 6 standard deviations and 0.1 nats, for 16
+    steps in a row. `log`: log it, and tell the sinks. `stop`: also end the run with exit code 4, and name the
     checkpoint to go back to. `rewind`: go back to an earlier checkpoint without a restart, and skip the
     sequences of the spike for good. Without such a checkpoint the run ends as with `stop`."""
     rewind_margin: int = 100
     """A rewind goes back to the newest healthy checkpoint that is at least so many steps older than the first
-    step of the spike. Such a checkpoint is kept beside those of checkpoint.keep_latest_k."""
+    step of the spike. Such a checkpoint is kept beside the checkpoints of
+    checkpoint.keep_latest_k."""
     skip_before: int = 0
     """Steps before the first step of a spike whose sequences a rewind skips, too; below rewind_margin. The
-    other skipped sequences are those of the spike's first step up to the step at which it was detected."""
+    other skipped sequences belong to the spike's first step up to the step at which it was detected."""
     max_rewinds: int = 3
     """Number of rewinds of a run. The next spike ends it with exit code 4."""
 
@@ -116,7 +117,7 @@ class GuardEvent(NamedTuple):
 class _Unread(NamedTuple):
     """The device's decision on one step, not yet read by the host. `values`: skipped (0 or 1), without a
     target (0 or 1), streak, loss, gradient norm, and the values of Evidence if outliers are looked for.
-    `is_other_loss`: whether the loss cannot be compared with those of the steps before."""
+    `is_other_loss`: whether the loss cannot be compared with the losses of the steps before."""
 
     step: int
     first_sequence: int
@@ -179,7 +180,7 @@ class StepGuard:
         self.num_rewinds = 0
 
     def summands(self, grad_norm: torch.Tensor) -> list[torch.Tensor]:
-        """What judge() needs of the gradient norm, to be summed over all ranks: whether it is not finite, and
+        """The values that judge() needs as sums over all ranks: whether the gradient norm is not finite, and
         for outliers its share of the mean. Ranks with copies of one gradient may have norms that differ."""
         not_finite = ~grad_norm.isfinite()
         return [not_finite] if self._outliers is None else [not_finite, grad_norm / self._world_size]
@@ -225,7 +226,7 @@ class StepGuard:
         return apply
 
     def _is_other_loss(self, step: int) -> bool:
-        """Whether the loss of the newest step cannot be compared with that of the step before."""
+        """Whether the loss of the newest step cannot be compared with the loss of the step before."""
         before, now = (self.sequences_of(s, s)[0] for s in (step - 1, step))
         return bisect_right(self._loss_changes, before) < bisect_right(self._loss_changes, now)
 

@@ -126,7 +126,7 @@ class Meter:
         memory/peak_allocated_gib (GiB): peak memory of tensors on rank 0's GPU
         memory/peak_reserved_gib (GiB): peak memory that torch had reserved on it: this has to fit
         memory/max_allocated_gib, memory/max_reserved_gib (GiB): with several GPUs: the same of the GPU that
-            has most, for example that of the first pipeline stage
+            has most, for example the GPU of the first pipeline stage
     """
 
     device: torch.device

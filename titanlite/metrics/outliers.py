@@ -1,4 +1,4 @@
-"""Outlier steps: steps whose loss or gradient norm lies far above those of the steps before.
+"""Outlier steps: steps whose loss or gradient norm lies far above the values of the steps before.
 
 The device decides, without host synchronisation. It compares the loss and the logarithm of the gradient norm,
 whose distribution is skewed, with the newest accepted steps: with their median, in units of the standard

@@ -75,7 +75,7 @@ class Profiling:
             raise ConfigError(f"there is no rank {missing[0]} among {world_size}", "profiling.ranks")
 
     def traced(self, first_step: int, last_step: int) -> list[int]:
-        """The last steps of the traces that a run from `first_step` to `last_step` takes: those of all cycles
+        """The last steps of the traces that a run from `first_step` to `last_step` takes: of all cycles
         whose traced steps are all in the run."""
         begin = -(-(first_step + self.profiler_active - 1) // self.profile_freq) * self.profile_freq
         ends = list(range(begin, last_step + 1, self.profile_freq))
@@ -85,7 +85,7 @@ class Profiling:
 class Profiler:
     """Traces steps while it is open; call `step_done` after each step. Does nothing on ranks that are not
     traced. Steps are counted as they are taken: after a rewind, the number in the name of a trace is higher
-    than that of the step.
+    than the number of the step.
 
     `untimed`: a context in which traces are written, to keep that time out of the step time.
     """

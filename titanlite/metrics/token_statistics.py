@@ -1,7 +1,7 @@
 """Statistics of the token losses of one step: accuracy, loss by position and by source, the size of the
 logits, and the difference between the job's loss and a loss in higher precision.
 
-A forward of the head of their own computes them, before the loss and without gradients, so that they work
+An additional forward of the head computes them, before the loss and without gradients, so that they work
 with every loss and change nothing in the step. Sums and maxima stay on the device until they are read.
 
 Cost: the head's product once more, and a few passes over the logits. Memory: the logits of CHUNK_TOKENS
@@ -25,9 +25,9 @@ COMPARED_ROWS = 2048  # rows of the head's weight that are in fp64 at once
 
 
 class Difference(NamedTuple):
-    """The loss of a step minus the loss in fp32, in nats per token. `of_loss`: what softmax, logarithm and
-    sum of the job's loss contribute, over all tokens. `of_logits`: what the rounding of the logits
-    contributes, the mean over the compared tokens, with its standard error."""
+    """The loss of a step minus the loss in fp32, in nats per token. `of_loss`: the contribution of
+    softmax, logarithm and sum of the job's loss, over all tokens. `of_logits`: the contribution of the
+    rounding of the logits, the mean over the compared tokens, with its standard error."""
 
     of_loss: float
     of_logits: float
@@ -146,9 +146,9 @@ def exact_losses(
 def _statistics(
     hidden_CD: torch.Tensor, weight_VD: torch.Tensor, targets_C: torch.Tensor, vocabulary: VocabularyShard
 ) -> torch.Tensor:
-    """Of each token, fp32 [5, C]: 1, its loss, 1 if no logit exceeds that of the target, log Z, and the
-    largest magnitude of a logit; zeros if its target does not count. Logits have the dtype of the hidden
-    states, and softmax is in fp32, as a loss should compute it."""
+    """Statistics of each token, fp32 [5, C]: 1, its loss, 1 if no logit exceeds the logit of the target,
+    log Z, and the largest magnitude of a logit; zeros if its target does not count. Logits have the dtype of
+    the hidden states, and softmax is in fp32, as a loss should compute it."""
     logits_CV = F.linear(hidden_CD, weight_VD)
     target_C = vocabulary.target_logits(logits_CV, targets_C).float()
     high_C, low_C = logits_CV.amax(-1).float(), logits_CV.amin(-1).float()
@@ -170,6 +170,6 @@ def _sums_by_group(ids_N: torch.Tensor, num_groups: int, *values_N: torch.Tensor
 
 
 def _means(names: Sequence[str], sums: torch.Tensor) -> dict[str, float]:
-    """The mean of each group that has tokens. `sums`: those of the losses, then the numbers of tokens."""
+    """The mean of each group that has tokens. `sums`: of the losses, then the numbers of tokens."""
     totals, counts = sums.view(2, -1).tolist()
     return {name: total / count for name, total, count in zip(names, totals, counts) if count}

@@ -27,8 +27,8 @@ class TrainingMetrics(OpenMetric):
         train/learning_rate: `optimizer.lr` times the schedule's factor; parameter groups may multiply it
         train/skipped_steps (steps): steps of the run whose update was skipped, because loss or gradient norm
             was not finite or, with `guard.skip_sigma`, an outlier
-        progress/total_tokens (tokens): targets that the run has trained on or skipped: those of skipped steps
-            (`train/skipped_steps`) count, as their sequences do
+        progress/total_tokens (tokens): targets that the run has trained on or skipped: the targets of
+            skipped steps (`train/skipped_steps`) count, as their sequences do
         progress/remaining_tokens (tokens): tokens of the sequences that the run has left, seq_len for each
         progress/sequences (sequences): sequences that the run has trained on or skipped: the sequences of the
             next step begin with this number

@@ -41,7 +41,7 @@ class ActivationCheckpoint:
     product of its experts, and recompute all other activations. A number n: recompute every n-th block.
     `attention`, `mlp` or `norms`, or several joined by +: recompute these modules of each block."""
     memory_budget: float = 0.5
-    """Fraction of the activations to keep, of those that the compiler keeps by default. 0: keep only the
+    """Fraction to keep of the activations that the compiler keeps by default. 0: keep only the
     inputs of each block."""
 
     def __post_init__(self) -> None:
@@ -71,9 +71,9 @@ class ActivationCheckpoint:
             return 0.5 if option == "op" else 0.75 if "mlp" in option else 1.0
         return {"none": 1.0, "full": 0.0, "memory_budget": self.memory_budget}[self.mode]
 
-    def check(self, compile: Compile, tensor_parallel: bool, experts_apart: bool = False) -> None:
+    def check(self, compile: Compile, tensor_parallel: bool, has_expert_axes: bool = False) -> None:
         """Raises ConfigError for a mode that does not work with the section [compile], with tensor parallel
-        or with experts on axes of their own."""
+        or with experts on separate mesh axes."""
         if self.mode == "memory_budget" and not compile.enable:
             raise ConfigError(
                 "memory_budget needs the compiler: set compile.enable, or choose another mode",
@@ -85,7 +85,7 @@ class ActivationCheckpoint:
                 f"{compile.backend!r} ignores the budget",
                 "compile.backend",
             )
-        if experts_apart and self.mode == "selective" and self.selective_ac_option == "op":
+        if has_expert_axes and self.mode == "selective" and self.selective_ac_option == "op":
             raise ConfigError(
                 "'op' does not work with experts under expert parallel or tensor parallel; use a number, "
                 f'{", ".join(MODULES)} or mode = "full"',

@@ -35,7 +35,7 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
     options = compile_options(settings, mesh)
     if mesh.degrees.tp == 1:
         apply_activation_checkpoint(net, settings.activation_checkpoint, settings.attention.kept_ops)
-        apply_compile(net, settings.compile, mesh.shards_experts_apart, options)
+        apply_compile(net, settings.compile, mesh.has_expert_axes, options)
     else:
         apply_tensor_parallel(net, mesh.tp, settings.float8)
         # Activation checkpointing comes last and repeats compiled forwards, because torch 2.13 cannot compile

@@ -1,9 +1,9 @@
 """torch.compile, block by block and in place: parameter names stay, one graph serves all blocks, and a graph
-break is an error. Blocks whose experts have axes of their own (Mesh.shards_experts_apart) are compiled in
+break is an error. Blocks whose experts have separate axes (Mesh.has_expert_axes) are compiled in
 pieces, because the exchange of tokens and FSDP's hooks between the pieces cannot be compiled. Compilations
 after the first step are counted and logged with their reasons.
 
-Each sequence length has a graph of its own. By default, torch would make a second graph with symbolic sizes
+Each sequence length has a separate graph. By default, torch would make a second graph with symbolic sizes
 for all lengths but the first. Its kernels may be slower, and a run that resumes with such a length would not
 have it, so that results might differ in their last bits."""
 
@@ -83,14 +83,14 @@ class Compile:
 
 
 def apply_compile(
-    net: Decoder, config: Compile, experts_apart: bool = False, options: dict[str, Any] | None = None
+    net: Decoder, config: Compile, has_expert_axes: bool = False, options: dict[str, Any] | None = None
 ) -> None:
-    """Compile the blocks in place. Call it after activation checkpointing and before FSDP. `experts_apart`:
-    Mesh.shards_experts_apart. `options`: of torch.compile."""
+    """Compile the blocks in place. Call it after activation checkpointing and before FSDP. `has_expert_axes`:
+    Mesh.has_expert_axes. `options`: of torch.compile."""
     if config.enable:
         allow_many_graphs()
         for block in net.blocks().values():
-            if experts_apart and (layers := moe_layers_of(block)):
+            if has_expert_axes and (layers := moe_layers_of(block)):
                 _compile_pieces(block, layers, config, options)
             else:
                 block.compile(fullgraph=True, dynamic=False, backend=config.backend, options=options)

@@ -1,6 +1,6 @@
 """CUDA graphs: forward and backward of a micro-batch are recorded once and then launched as a whole, so that
 the device does not wait for the host between kernels. The same kernels run on the same values: results are
-those of a run without graphs.
+equal to a run without graphs.
 
 A graph reads its inputs from and writes its results to fixed addresses. Inputs are copied there before each
 launch, results are copied from there, and gradients stay there until the next step."""

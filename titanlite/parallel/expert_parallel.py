@@ -79,7 +79,7 @@ def _common_divisors(*numbers: int) -> list[int]:
 def apply_expert_parallel(net: Decoder, mesh: Mesh, parallelism: Parallelism) -> None:
     """Partition the experts of `net` over the ranks, in place, if they have axes of their own. Call it before
     all other transforms."""
-    if not mesh.shards_experts_apart:
+    if not mesh.has_expert_axes:
         return
     for layer in moe_layers_of(net):
         _partition(layer.experts, mesh)
@@ -141,7 +141,8 @@ class AllToAll:
         weights_P1: torch.Tensor,
         counts_E: torch.Tensor,
     ) -> torch.Tensor:
-        """What the experts of all ranks make of `x_PD`, which is sorted by expert, times `weights_P1`."""
+        """Send each token of `x_PD`, which is sorted by expert, to the rank of its expert, apply the expert,
+        and return the outputs times `weights_P1`."""
         sent_SL = counts_E.unflatten(0, (self._group.size(), -1)).contiguous()
         received_SL = torch.empty_like(sent_SL)
         dist.all_to_all_single(received_SL, sent_SL, group=self._group)
@@ -155,9 +156,9 @@ class AllToAll:
 
 
 class Gather:
-    """Dispatches tokens by gathering those of all ranks of the group. Each rank sums the outputs of its own
-    experts for all tokens, and a reduce-scatter adds up the sums of all ranks. `group`: the ranks along
-    `expert`. In training they have equal numbers of tokens. Without gradients they may not, as when they
+    """Gathers the tokens of all ranks of the group. Each rank sums the outputs of its own experts for all
+    tokens, and a reduce-scatter adds up the sums of all ranks. `group`: the ranks along `expert`. In
+    training they have equal numbers of tokens. Without gradients they may not, as when they
     score different questions, and tokens take the way of AllToAll.
 
     Shape suffixes: M = tokens of all ranks, R = pairs of token and expert for this rank's experts, L =
@@ -203,7 +204,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _SumByToken(torch.autograd.Function):
-    """sum_by_token, with a gather as its backward. The arguments are those of _Permute."""
+    """sum_by_token, with a gather as its backward. Takes the same arguments as _Permute."""
 
     @staticmethod
     def forward(

@@ -39,10 +39,10 @@ def frees_by_default(
     """Whether FSDP frees gathered parameters after the forward if fsdp_reshard_after_forward is "default".
     Where memory decides, reshard.py has replaced the value before.
 
-    With one shard there is nothing to free; experts with axes of their own may have more shards than the
+    With one shard there is nothing to free; experts with separate mesh axes may have more shards than the
     other parameters. Pipeline parallel would gather again for each micro-batch."""
     num_shards = degrees.dp_shard * degrees.cp
-    if has_experts and parallelism.shards_experts_apart:
+    if has_experts and parallelism.has_expert_axes:
         num_shards = max(num_shards, degrees.of_experts(parallelism.expert_parallel_degree)[EXPERT_FSDP])
     return cpu_offload or (num_shards > 1 and degrees.pp == 1)
 
@@ -56,7 +56,7 @@ def apply_fsdp(
     cpu_offload: bool,
 ) -> None:
     """Shard each block, the embedding and the head, in place. Tied embeddings are sharded with the root
-    module. Experts that have axes of their own are sharded before their block, which leaves them alone."""
+    module. Experts with separate mesh axes are sharded before their block, which leaves them alone."""
     # cast_forward_inputs would also cast the rotary tables, which must stay fp32.
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
@@ -71,12 +71,12 @@ def apply_fsdp(
     # The backward begins with the head and the last block, so they stay gathered.
     for block in blocks:
         options = {"reshard_after_forward": reshard and block is not blocks[-1]}
-        for layer in moe_layers_of(block) if mesh.shards_experts_apart else ():
+        for layer in moe_layers_of(block) if mesh.has_expert_axes else ():
             # With other options than the block's, zero-bubble schedules would read freed weights.
             placement = fsdp_dim(layer.experts, mesh)
             shard(layer.experts, mesh=mesh.expert_fsdp, shard_placement_fn=placement, **options)
         shard(block, mesh=mesh.fsdp, **options)
-    if reshard and mesh.shards_experts_apart:
+    if reshard and mesh.has_expert_axes:
         _prefetch_next_block(blocks)
     for group in net.embedding_and_head():
         options = {"reshard_after_forward": reshard and isinstance(group[0], nn.Embedding)}

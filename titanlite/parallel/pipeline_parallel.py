@@ -90,7 +90,7 @@ def check_pipeline_parallel(
 
     `batch_sizes`: the numbers of sequences per step, by the keys that set them. `micro_batch_sequences`:
     number of sequences in a micro-batch, summed over all data-parallel ranks. `separates_weight_backward`:
-    whether gradients of a block's weights can be computed separately from those of its activations."""
+    whether gradients of a block's weights can be computed separately from its activations' gradients."""
     p, schedule = parallelism, parallelism.pipeline_parallel_schedule
     if p.pipeline_parallel_degree == 1:
         return

@@ -81,7 +81,7 @@ class StepMemory:
 
     def _unknown(self, has_experts: bool) -> str:
         """Why the estimate does not hold; empty: it does."""
-        if has_experts and self.parallelism.shards_experts_apart:
+        if has_experts and self.parallelism.has_expert_axes:
             return "experts are sharded over axes of experts"
         if None in self._state_bytes.values():
             return f"the optimizer {self.optimizer.name!r} does not tell its state_bytes"

@@ -248,8 +248,8 @@ class ShardedModel:
         return Inputs(tokens, positions, attention, head_fn)
 
     def _local_positions(self, tokens_BT: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-        """The position in the sequence of each of this rank's tokens, int64 [T]. `device`: default: that of
-        the tokens."""
+        """The position in the sequence of each of this rank's tokens, int64 [T]. `device`: default: the
+        device of the tokens."""
         length, device = tokens_BT.shape[1], device or tokens_BT.device
         if self.sharding is None:
             return torch.arange(length, device=device)

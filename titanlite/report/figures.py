@@ -17,7 +17,7 @@ from titanlite.report.timeline import PAUSES, timeline
 
 LOSS, VALIDATION = "train/loss", "eval/loss"
 SPEED = "throughput/tokens_per_second"
-# Metrics with a chart of their own: key, title, unit.
+# Metrics of the main charts: key, title, unit.
 KNOWN = [
     (VALIDATION, "Validation loss", "nats per token"),
     ("eval/ema_loss", "Validation loss of the average of the weights", "nats per token"),
@@ -49,9 +49,9 @@ MARKS = {
     "accepted": "plus: outlier accepted after too many in a row",
     "spike": "triangle: spike", "saved": "tick: saved",
 }  # fmt: skip
-SMALL = 700  # points of a line without noise
+MAX_SMOOTH_POINTS = 700  # draw at most this many points of a line without noise
 NUM_AVERAGED = 20  # reports of the noise scale
-MANY = 200  # points from which on a noisy metric also has a smoothed line
+MIN_NOISY_POINTS = 200  # a noisy metric with this many points also has a smoothed line
 
 
 class Group(NamedTuple):
@@ -122,10 +122,10 @@ def metric_chart(runs: Sequence[RecordedRun], key: str, title: str, unit: str) -
     lines = []
     for i, run in enumerate(runs):
         series = run.series(key).finite()
-        if len(series) >= MANY and noise(series.values) > 0.01 * np.ptp(series.values):
+        if len(series) >= MIN_NOISY_POINTS and noise(series.values) > 0.01 * np.ptp(series.values):
             lines += noisy_lines(i, series, series.tokens)
         else:
-            lines.append(Line(i, *downsample(series.tokens, series.values, SMALL)))
+            lines.append(Line(i, *downsample(series.tokens, series.values, MAX_SMOOTH_POINTS)))
     return Chart(title, [line for line in lines if len(line.x)], unit)
 
 
@@ -154,7 +154,7 @@ def _stage_marks(run: RecordedRun, index: int) -> list[Mark]:
 
 
 def _explained(marks: Sequence[Mark]) -> str:
-    """What the kinds of these marks look like."""
+    """The legend of the kinds of these marks."""
     kinds = {mark.kind for mark in marks}
     return "; ".join(text for kind, text in MARKS.items() if kind in kinds)
 
@@ -166,7 +166,7 @@ def _mark(run: RecordedRun, index: int, kind: str, step: int, text: str) -> Mark
 
 
 def _differences(runs: Sequence[RecordedRun]) -> list[Chart]:
-    """Return the chart of each run's loss minus that of the first run."""
+    """Return the chart of the differences between each run's loss and the loss of the first run."""
     first, lines, bands = runs[0].series(LOSS), list[Line](), [0.0]
     for i, run in enumerate(runs[1:], 1):
         delta = difference(first, run.series(LOSS))
@@ -183,7 +183,11 @@ def _differences(runs: Sequence[RecordedRun]) -> list[Chart]:
 def _noise_scales(runs: Sequence[RecordedRun]) -> Chart:
     """Return the chart of the gradient noise scale."""
     scales = [(i, noise_scale(run)) for i, run in enumerate(runs)]
-    lines = [Line(i, *downsample(scale.tokens, scale.values, SMALL)) for i, scale in scales if len(scale)]
+    lines = [
+        Line(i, *downsample(scale.tokens, scale.values, MAX_SMOOTH_POINTS))
+        for i, scale in scales
+        if len(scale)
+    ]
     note = f"means of noise and signal over up to {NUM_AVERAGED} reports, then divided"
     return Chart("Gradient noise scale", lines, "sequences", note)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from titanlite.report.estimates import Estimate, Series, mean_with_error
+from titanlite.report.estimates import Series, mean_with_error
 from titanlite.report.verdicts import MIN_POINTS, SURE, Verdict, interval
 
 
@@ -23,22 +23,15 @@ def difference(first: Series, other: Series) -> Series:
     return Series(grid.steps, grid.tokens, values)
 
 
-def at_the_end(delta: Series) -> Estimate | None:
-    """Return the mean difference over the last fifth of the common tokens, with its error. None if the runs
-    have fewer than MIN_POINTS points in common."""
-    if len(delta) < MIN_POINTS:
-        return None
-    return mean_with_error(delta.values[-(len(delta) // 5) :])
-
-
 def pair_verdicts(names: tuple[str, str], delta: Series, are_paired: bool) -> list[Verdict]:
-    """The verdict on two runs: `tie` if their difference at the end is within two standard errors, `lower` if
-    it is surely larger, none in between. `are_paired`: both runs trained on the same sequences in each step,
-    which makes the noise of the difference smaller."""
-    estimate = at_the_end(delta)
-    if estimate is None:
+    """The verdict on two runs: `tie` if the mean difference over the last fifth of the common points is
+    within two standard errors, `lower` if it is surely larger, none in between or with fewer than
+    MIN_POINTS points. `are_paired`: both runs trained on the same sequences in each step, which makes the
+    noise smaller."""
+    if len(delta) < MIN_POINTS:
         return []
-    num, start = len(delta) // 5, int(delta.steps[-(len(delta) // 5)])
+    num = len(delta) // 5
+    estimate, start = mean_with_error(delta.values[-num:]), int(delta.steps[-num])
     same = "the same sequences in each step" if are_paired else "not the same sequences"
     evidence = (
         f"{names[1]} minus {names[0]}: {interval(estimate)} nats, the mean over the last {num} common points "

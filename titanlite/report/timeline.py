@@ -98,8 +98,8 @@ def duration(seconds: float) -> str:
 
 
 def _superseded(run: RecordedRun, typical_s: float, causes: Counter[str]) -> dict[int, float]:
-    """Add the time of the steps that were trained again, and return it by the first step of each such part.
-    Starts, saves and the like among these steps count as what they are."""
+    """Add the time of the steps that were trained again, and return it by the first step of each such range
+    of steps. Starts, saves and other pauses in these steps keep their cause."""
     steps, parts = [record["step"] for record in run.records], dict[int, float]()
     first = before = sys.maxsize
     for record in run.superseded:

@@ -265,8 +265,8 @@ def _with_epochs(run: RecordedRun, verdict: Verdict) -> Verdict:
 
 
 def noisier(loss: Series) -> list[Verdict]:
-    """The noise of the last quarter of the run is more than 1.5 times that of the quarter before, with the
-    same number of tokens per step."""
+    """The noise of the last quarter of the run is more than 1.5 times the noise of the quarter before, with
+    the same number of tokens per step."""
     loss = loss.finite()
     if len(loss) < MIN_POINTS:
         return []

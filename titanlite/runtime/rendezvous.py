@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
+    RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
@@ -43,8 +44,8 @@ class OneNode(RendezvousHandler):
 
     use_agent_store = False
 
-    def __init__(self, run_id: str):
-        self._run_id = run_id
+    def __init__(self, parameters: RendezvousParameters):
+        self._run_id = parameters.run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
         """The rendezvous of this node alone."""
@@ -77,7 +78,7 @@ class OneNode(RendezvousHandler):
 
 def register_one_node() -> None:
     """Make `--rdzv-backend=titanlite` known to torchrun."""
-    rendezvous_handler_registry.register(ONE_NODE, lambda parameters: OneNode(parameters.run_id))
+    rendezvous_handler_registry.register(ONE_NODE, OneNode)
 
 
 def reach_first_node(endpoint: str, node_rank: int, timeout_s: float = JOIN_TIMEOUT_S) -> None:

@@ -2,7 +2,7 @@
 
 A special token's name inside a document is encoded as ordinary characters, unless `special_tokens_in_text` is
 set. `encode_documents` frames each document by BOS and EOS, also if both are the same id: no target crosses
-from one document to the next under document masks, so only an EOS of its own teaches a model to end."""
+from one document to the next under document masks, so only a separate EOS teaches a model to end."""
 
 from __future__ import annotations
 

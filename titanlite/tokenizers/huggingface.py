@@ -109,7 +109,7 @@ class HuggingFaceTokenizer(Tokenizer):
         except json.JSONDecodeError as e:
             message = f"{path} is not valid JSON, for example because it is cut off: {e}"
             raise ConfigError(message, "tokenizer.path") from None
-        # The library has no exception class of its own, and its panics are no Exceptions.
+        # The library has no exception class, and its panics are no Exceptions.
         except BaseException as e:
             if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
                 raise
@@ -208,10 +208,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def bytes_per_token(self) -> np.ndarray | None:
         """In byte-level BPE each character of a token in the file is one byte (GPT-2's printable characters);
-        added tokens are written as their text. Bytes are those of the text after the file's normalizer.
+        added tokens are written as their text. Bytes are counted in the text after the file's normalizer.
 
         A tokenizer that adds a space in front of each text has -1 bytes for EOS, so that the bytes of a
-        document add up to those of its text. If its BOS is the same token, a document may have both as
+        document add up to the bytes of its text. If its BOS is the same token, a document may have both as
         targets, and the result is None."""
         if self._adds_space() and self.bos == self.eos:
             return None

@@ -46,7 +46,7 @@ def verified_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     advice = "write the regular expression in another way, or train without Hugging Face exports"
     try:
         library = Library.from_str(files["tokenizer.json"].decode())
-    except Exception as e:  # the library has no exception class of its own
+    except Exception as e:  # the library has no exception class
         raise ConfigError(f"the library tokenizers cannot run this tokenizer: {e}; {advice}", key) from None
     # Names of special tokens in a text are special or plain, as in training.
     eos = library.id_to_token(tokenizer.eos) or ""

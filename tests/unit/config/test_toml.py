@@ -17,7 +17,7 @@ import pytest
 from tests.support.kinds import WRONG_KINDS
 from titanlite.config import toml
 from titanlite.config.component import Component, ConfigError
-from titanlite.config.overrides import Word, plain, split_overrides, split_words
+from titanlite.config.overrides import Word, plain_value, split_overrides, split_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -469,7 +469,7 @@ def test_values_that_the_parser_cannot_hold(tmp_path, value):
     path.write_text(f"a = {value}\n")
     with pytest.raises(ConfigError, match=r"large\.toml: not valid TOML: "):
         toml.read(path)
-    assert plain(Word(value)) == value
+    assert plain_value(Word(value)) == value
 
 
 def test_a_file_that_is_not_toml(tmp_path):

@@ -24,6 +24,7 @@ from tests.support.datasets import FakeTokenizer, write_dataset
 from tests.support.tiers import full
 from titanlite import files as files_module
 from titanlite.config.component import ConfigError
+from titanlite.corpus.write_shards import write_shards
 from titanlite.data import packing_index
 from titanlite.data.batch import IGNORE, make_batch
 from titanlite.data.packing import (
@@ -35,7 +36,6 @@ from titanlite.data.packing import (
 )
 from titanlite.data.packing_index import open_packing_index, pack_window
 from titanlite.data.shards import TokenShards
-from titanlite.data.write_shards import write_shards
 from titanlite.files import hash_file
 from titanlite.tokenizers.base import BOS, EOS, Tokenizer
 from titanlite.tokenizers.huggingface import HuggingFace

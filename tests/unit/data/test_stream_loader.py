@@ -19,6 +19,7 @@ import torch
 from tests.support.streams import MICRO_BATCH, SEQ_LEN, STEP, state_of, steps, stream_loader, values
 from tests.support.tiers import full
 from titanlite.config.component import ConfigError, Unreadable
+from titanlite.corpus.write_shards import write_shards
 from titanlite.data import stream_batches
 from titanlite.data.batch import Batch, make_batch
 from titanlite.data.packing import ChunkedSequences
@@ -26,7 +27,6 @@ from titanlite.data.sources import StreamedSource
 from titanlite.data.step_sizes import StepSize, StepSizes
 from titanlite.data.stream_batches import has_own_shards
 from titanlite.data.stream_loader import StreamLoader
-from titanlite.data.write_shards import write_shards
 from titanlite.errors import LoaderError
 from titanlite.tokenizers.bytes import Bytes
 

@@ -96,7 +96,6 @@ def test_names_and_shapes_are_those_that_transformers_writes(component: ModelFam
     assert sorted(ours) == sorted((name, tuple(t.shape)) for name, t in written.items())
 
 
-@pytest.mark.full
 def test_memory_has_transformers_5_names_and_both_forms_are_read(directory: Path, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(directory)
     stacked = {name: t.contiguous() for name, t in model.state_dict().items()}

@@ -200,7 +200,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "unknown epochs": (lambda folder: (folder / "sources.json").unlink(), "its epochs are not known"),
     "other weights": (
         lambda folder: change_file(folder, "job.toml", "interval = 4", 'initial_load_path = "base"'),
-        "it began with the weights in base",
+        "it has checkpoint.initial_load_path; the law is of runs from scratch",
     ),
     "damaged": (
         lambda folder: (folder / "run_identity.json").write_text("{}"),

@@ -220,11 +220,6 @@ def test_layouts_that_are_slow_or_refused_are_noted(capsys: Capture) -> None:
     def has(text: str, *words: str) -> bool:
         return any(text in note for note in planned(capsys, "plan", "llama3_1b", *words)["notes"])
 
-    fp32 = "--training.mixed_precision_param=float32"
-    assert has("no fused attention kernel on CUDA", "--gpus=1xH100", fp32)
-    assert not has("no fused attention kernel", "--gpus=1xH100")
-    assert not has("no fused attention kernel", "--gpus=1xH100", fp32, "--model.overrides.n_kv_heads=32")
-    assert not has("no fused attention kernel", "--gpus=1xH100", fp32, "--data.mask_documents")
     batch = "--training.global_batch_size=4096"
     assert has("FSDP shards over 2,048 ranks", "--gpus=2048xH100", batch, "--training.local_batch_size=1")
     assert not has("FSDP shards over", "--gpus=1024xH100", batch, "--training.local_batch_size=1")

@@ -48,13 +48,6 @@ def test_a_line_that_a_kill_has_cut_short_damages_no_other(tmp_path: Path) -> No
     assert json.loads(lines[2])["event"] == "started"
 
 
-def test_another_kind_of_file_is_moved_aside(tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").mkdir()
-    EventLog(tmp_path / "events.jsonl", 0).close()
-    assert (tmp_path / "events.damaged-0.jsonl").is_dir()
-    assert events_in(tmp_path) == [{"step": 0, "event": "started"}]
-
-
 def test_a_run_records_its_events_and_sources(tmp_path: Path, corpus: Path) -> None:
     synchronous = "--checkpoint.async_mode=disabled"
     job = make_job(tmp_path, corpus, "--training.steps=2", synchronous)

@@ -470,6 +470,8 @@ def test_moments_count_and_scalars_do_not() -> None:
     w, bad = torch.ones(2, 2), torch.full((2, 2), math.inf)
     assert non_finite({"model": {"w": w}, "optimizer": {"w.m": w, "w.best": torch.tensor(math.inf)}}) == []
     assert non_finite({"model": {"w": w}, "optimizer": {"w.m": bad}}) == ["optimizer.w.m"]
+    scale, moment = torch.ones(()), torch.tensor(math.inf)  # of a parameter that is a scalar
+    assert non_finite({"model": {"w": scale}, "optimizer": {"w.m": moment}}) == ["optimizer.w.m"]
     for value in (math.nan, math.inf, -math.inf):
         w[1, 0] = value
         assert non_finite({"model": {"w": w}, "optimizer": {}}) == ["model.w"]

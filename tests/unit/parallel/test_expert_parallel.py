@@ -149,7 +149,7 @@ def test_layouts_are_described_with_the_axes_of_experts() -> None:
     text = Parallelism(expert_parallel_degree=4).describe(degrees, 8)
     assert text == "dp_shard 4 x tp 2, experts: expert_fsdp 2 x expert 4"
     assert Parallelism().describe(Degrees(1, 1, 4, 1, 1), 8) == "dp_shard 4"
-    assert not Mesh(degrees, 0, None, 4).shards_experts_apart, "a single process shards nothing"
+    assert not Mesh(degrees, 0, None, 4).has_expert_axes, "a single process shards nothing"
 
 
 def test_rows_are_sorted_by_expert_and_then_by_rank() -> None:

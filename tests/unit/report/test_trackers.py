@@ -330,14 +330,6 @@ def test_damaged_lines_of_metrics_are_left_out(tmp_path: Path) -> None:
     assert server.steps() == [1, 3]
 
 
-def test_a_journal_that_is_not_a_file_is_moved_aside(tmp_path: Path) -> None:
-    (tmp_path / "trackers/fake.jsonl").mkdir(parents=True)
-    server = Server()
-    Course(tmp_path, FakeClient(server)).steps(1, 2)
-    assert server.steps() == [1, 2]
-    assert (tmp_path / "trackers/fake.damaged-0.jsonl").is_dir()
-
-
 def test_numbers_of_a_record() -> None:
     record = {"a": 1, "b": "nan", "c": "-inf", "sha": "1234567890123456", "d": 0.5}
     assert str(numbers_of(record)) == "{'a': 1, 'b': nan, 'c': -inf, 'd': 0.5}"

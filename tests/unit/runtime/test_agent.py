@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from titanlite.runtime.agent import Agent, Ending, RanksFailed, blame
 from titanlite.runtime.environment import NOTES
@@ -33,9 +34,10 @@ def launch(
 
     def launch(script: str, restarts: int = 0) -> tuple[int, str]:
         Path("rank.sh").write_text(BEGIN + script)
+        one_node = OneNode(RendezvousParameters("titanlite", "localhost:0", "test", 1, 1))
         spec = WorkerSpec(
             role="default", local_world_size=2, entrypoint="sh", args=("rank.sh",),
-            rdzv_handler=OneNode("test"), max_restarts=restarts, monitor_interval=0.02,
+            rdzv_handler=one_node, max_restarts=restarts, monitor_interval=0.02,
         )  # fmt: skip
         try:
             Agent(spec, DefaultLogsSpecs(log_dir=str(tmp_path / "logs"))).run()

@@ -139,6 +139,7 @@ def test_several_files_are_one_model(run: Run, tmp_path: Path) -> None:
     assert run(one, *options)[0] == 0
 
 
+@pytest.mark.full
 def test_each_of_several_prompts_gives_the_text_that_it_gives_alone(
     run: Run, qwen3: Path, tmp_path: Path
 ) -> None:

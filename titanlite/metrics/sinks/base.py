@@ -60,8 +60,8 @@ class RunInfo:
 
 
 class Writer:
-    """An open sink. Training waits for each call, so a sink that talks to a network should do so in a thread
-    of its own. A method that a sink does not override does nothing."""
+    """An open sink. Training waits for each call, so a sink that talks to a network should use a thread. A
+    method that a sink does not override does nothing."""
 
     def write(self, step: int, values: Values) -> None:
         """Take the metrics of one logged step."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 
-from titanlite.metrics.records import Records, end_last_line
+from titanlite.metrics.records import append, end_last_line
 from titanlite.metrics.sinks.base import Event, Values, Writer
 from titanlite.metrics.sinks.jsonl import json_line
 
@@ -16,16 +15,14 @@ class EventLog(Writer):
     no rewind removes a line. A run that begins at its first step writes the event `started`."""
 
     def __init__(self, path: Path, from_step: int):
-        self._records = Records(path, partial(end_last_line, path))
+        self._path = path
+        end_last_line(path)
         if from_step == 0:
             self._append(0, "started", {})
 
     def event(self, step: int, event: Event, about: Values) -> None:
         self._append(step, event, about)
 
-    def close(self) -> None:
-        self._records.close()
-
     def _append(self, step: int, event: str, about: Values) -> None:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        self._records.append(json_line({"step": step, "event": event, "time": now, **about}))
+        append(self._path, json_line({"step": step, "event": event, "time": now, **about}))

@@ -7,12 +7,11 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from titanlite.config import json_file
-from titanlite.metrics.records import Records, cut
+from titanlite.metrics.records import append, cut
 from titanlite.metrics.sinks.base import Event, Table, Values, Writer
 
 
@@ -20,18 +19,15 @@ class JsonLines(Writer):
     """One JSON object per step, written at once."""
 
     def __init__(self, path: Path, from_step: int):
-        self._cut = partial(cut, path, _lines, _step_of_line)
-        self._records = Records(path, partial(self._cut, from_step))
+        self._path = path
+        cut(path, _lines, _step_of_line, from_step)
 
     def write(self, step: int, values: Values) -> None:
-        self._records.append(json_line({"step": step, **values}))
+        append(self._path, json_line({"step": step, **values}))
 
     def event(self, step: int, event: Event, about: Values) -> None:
         if event == "rewound":
-            self._records.prepare(partial(self._cut, step))
-
-    def close(self) -> None:
-        self._records.close()
+            cut(self._path, _lines, _step_of_line, step)
 
 
 class Tables(Writer):
@@ -47,10 +43,6 @@ class Tables(Writer):
     def event(self, step: int, event: Event, about: Values) -> None:
         for file in self._files.values():
             file.event(step, event, about)
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
 
 
 def json_line(record: Values) -> bytes:

@@ -1,5 +1,5 @@
-"""The id of a run for metric sinks. A resume and a move of the run folder keep it; a copy of the folder is a
-run of its own."""
+"""The id of a run for metric sinks. A resume and a move of the run folder keep it; a copy of the folder is
+another run."""
 
 from __future__ import annotations
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from titanlite.metrics.records import Records, cut
+from titanlite.metrics.records import append, cut
 from titanlite.metrics.sinks.base import Event, Values, Writer
 
 
@@ -16,18 +15,15 @@ class Samples(Writer):
     """Each text under a line with its step."""
 
     def __init__(self, path: Path, from_step: int):
-        self._cut = partial(cut, path, split_samples, step_of_sample)
-        self._records = Records(path, partial(self._cut, from_step))
+        self._path = path
+        cut(path, split_samples, step_of_sample, from_step)
 
     def sample(self, step: int, text: str) -> None:
-        self._records.append(f"--- step {step}\n{text}\n".encode(errors="replace"))
+        append(self._path, f"--- step {step}\n{text}\n".encode(errors="replace"))
 
     def event(self, step: int, event: Event, about: Values) -> None:
         if event == "rewound":
-            self._records.prepare(partial(self._cut, step))
-
-    def close(self) -> None:
-        self._records.close()
+            cut(self._path, split_samples, step_of_sample, step)
 
 
 def split_samples(content: bytes) -> Sequence[bytes]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import io
-import os
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titanlite.metrics.records import Records, move_aside
+from titanlite.metrics.records import append
 from titanlite.metrics.sinks import base as sinks
 from titanlite.metrics.sinks.base import RunInfo, Sink, Values, Writer
 
@@ -34,7 +32,8 @@ class EventFile(Writer):
     def __init__(self, folder: Path, from_step: int):
         from tensorboard.compat.proto.event_pb2 import Event
 
-        self._records = Records(folder / f"events.out.tfevents.{time.time_ns()}", partial(_make, folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"events.out.tfevents.{time.time_ns()}"
         self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
         self._hide_after(from_step)
 
@@ -62,13 +61,4 @@ class EventFile(Writer):
 
         record = io.BytesIO()
         RecordWriter(record).write(event.SerializeToString())
-        self._records.append(record.getvalue())
-
-    def close(self) -> None:
-        self._records.close()
-
-
-def _make(folder: Path) -> None:
-    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
-        move_aside(folder, "it is not a folder")
-    folder.mkdir(parents=True, exist_ok=True)
+        append(self._path, record.getvalue())

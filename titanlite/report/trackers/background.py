@@ -1,4 +1,4 @@
-"""A writer in a thread of its own, so that an outage or a slow server neither delays nor stops training."""
+"""A writer in a separate thread, so that an outage or a slow server neither delays nor stops training."""
 
 from __future__ import annotations
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from titanlite.config import json_file
-from titanlite.log import logger
-from titanlite.metrics.records import Records, end_last_line, read_own
+from titanlite.metrics.records import append, end_last_line
 
 
 class Branch(NamedTuple):
@@ -40,11 +38,11 @@ class Journal:
         self._path = path
         self._sent = dict[tuple[Branch, str], dict[str, str]]()  # by branch and target, the newest last
         path.parent.mkdir(exist_ok=True)
-        self._read(read_own(path))
-        self._records = Records(path, partial(end_last_line, path))
+        end_last_line(path)
+        self._read(path.read_bytes() if path.exists() else b"")
 
     def _read(self, content: bytes) -> None:
-        sent, num_damaged = dict[str, str](), 0
+        sent = dict[str, str]()
         for line in content.split(b"\n"):
             try:
                 entry = json_file.parse(line.decode()) if line else None
@@ -55,10 +53,8 @@ class Journal:
                 elif entry is not None:
                     json_file.expect(entry, sent=str, signature=str)
                     sent[entry["sent"]] = entry["signature"]
-            except ValueError:
-                num_damaged += 1
-        if num_damaged > 1:  # one may be the line that a kill has cut short
-            logger.warning(f"{self._path}: {num_damaged} damaged lines are ignored")
+            except ValueError:  # a kill has cut the line short
+                continue
 
     def _add(self, branch: Branch, target: str) -> dict[str, str]:
         sent = self._sent.pop((branch, target), {})
@@ -84,9 +80,5 @@ class Journal:
         """Note that a record was sent."""
         self._append({"sent": key, "signature": signature})
 
-    def close(self) -> None:
-        """Close the file."""
-        self._records.close()
-
     def _append(self, entry: dict[str, object]) -> None:
-        self._records.append(json.dumps(entry).encode() + b"\n")
+        append(self._path, json.dumps(entry).encode() + b"\n")

@@ -22,7 +22,6 @@ from typing import Any
 
 from titanlite.config import json_file
 from titanlite.config.component import ConfigError
-from titanlite.files import FileFault, open_regular, read_regular
 from titanlite.log import logger
 from titanlite.metrics.sinks.base import Event, RunInfo, Sink, Values, Writer
 from titanlite.metrics.sinks.samples import split_samples, step_of_sample
@@ -152,11 +151,10 @@ class Delivery(Writer):
     def close(self) -> None:
         try:
             self._ensure_begun()
-            self._catch_up()  # with what a full queue or a failure has left out
+            self._catch_up()  # records that a full queue or a failure has left out
         finally:
             if self._is_begun:
                 self._client.end(is_complete=self._last_step >= self._run.total_steps)
-            self._journal.close()
 
     def _branch_at_start(self) -> Branch:
         """The branch that the run continues: a new one if it has gone back with load_step, or if records were
@@ -281,11 +279,9 @@ def numbers_of(values: Values) -> dict[str, float]:
 
 def metrics_of(folder: Path, last_step: float = math.inf) -> Iterator[tuple[int, dict[str, Any]]]:
     """Step and values of the records in metrics.jsonl up to a step. Damaged lines are left out."""
-    try:
-        file = open_regular(folder / "metrics.jsonl")
-    except (OSError, FileFault):
+    if not (path := folder / "metrics.jsonl").exists():
         return
-    with file:
+    with open(path, "rb") as file:
         for line in file:
             try:
                 values = json_file.parse(line)
@@ -298,12 +294,8 @@ def metrics_of(folder: Path, last_step: float = math.inf) -> Iterator[tuple[int,
 
 def samples_of(folder: Path, last_step: int) -> Iterator[tuple[int, int, str]]:
     """Step, index and text of the samples in samples.txt up to a step."""
-    try:
-        content = read_regular(folder / "samples.txt")
-    except (OSError, FileFault):
-        return
-    index = Counter[int]()
-    for sample in split_samples(content):
+    path, index = folder / "samples.txt", Counter[int]()
+    for sample in split_samples(path.read_bytes() if path.exists() else b""):
         try:
             step = step_of_sample(sample)
         except ValueError:

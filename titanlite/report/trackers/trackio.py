@@ -1,4 +1,4 @@
-"""The sink trackio: Trackio, in a local database, in a Hugging Face Space or on a server of its own."""
+"""The sink trackio: Trackio, in a local database, in a Hugging Face Space or on a Trackio server."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
-from titanlite.config.places import Locator
+from titanlite.config.locator import Locator
 
 VALUE = "Invalid value (column 5); strings need straight quotes, write true, 0.5"
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from titanlite.config.component import ConfigError
-from titanlite.data import write_shards as writing
+from titanlite.corpus.write_shards import write_shards
+from titanlite.data import tokenize_files
 from titanlite.data.shards import TokenShards
 from titanlite.data.sources import Tokens
-from titanlite.data.write_shards import write_shards
 from titanlite.tokenizers.bytes import Bytes
 
 BYTES = Bytes().build()
@@ -45,7 +45,7 @@ def test_shards_and_batches_change_no_document(
 ) -> None:
     rng = random.Random(0)
     texts = ["x" * rng.randint(1, 60) + str(i) for i in range(40)]
-    monkeypatch.setattr(writing, "BATCH", batch)
+    monkeypatch.setattr(tokenize_files, "BATCH", batch)
     shards = write_shards(iter(texts), tmp_path / "out", BYTES, shard_tokens=shard_tokens)
     assert documents_of(shards) == [framed(text) for text in texts]
     shards.verify()
@@ -67,7 +67,7 @@ def test_a_stream_is_read_once_and_little_of_it_ahead(tmp_path: Path) -> None:
             yield "y" * 1000
 
     assert write_shards(stream(), output, BYTES, shard_tokens=100_000).num_documents == 2000
-    assert most < 1002 * 3 * writing.BATCH
+    assert most < 1002 * 3 * tokenize_files.BATCH
 
 
 @pytest.mark.parametrize(

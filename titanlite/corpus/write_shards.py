@@ -4,22 +4,21 @@ dataset."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.data.shards import TokenShards, token_dtype, write_description, write_shard
+from titanlite.data.tokenize_files import batches
 from titanlite.files import new_folder
 from titanlite.progress import Progress
 from titanlite.tokenizers.base import Tokenizer
 
-T = TypeVar("T")
 SHARD_TOKENS = 1 << 26  # 128 MiB of uint16
-BATCH, BATCH_CHARACTERS = 64, 8 << 20  # largest batch for the tokenizer
 
 Document = str | Mapping[str, Any] | np.ndarray
 
@@ -114,16 +113,3 @@ def _content(number: int, document: Document, field: str) -> str | np.ndarray:
         f"document {number} is {type(document).__name__}; expected str, a mapping with a str under "
         f"{field!r}, or a numpy array [tokens] of integers"
     )
-
-
-def batches(documents: Iterable[T], length_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Group documents into batches that are handed to the tokenizer at once."""
-    batch, size = list[T](), 0
-    for document in documents:
-        batch.append(document)
-        size += length_of(document)
-        if len(batch) == BATCH or size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
