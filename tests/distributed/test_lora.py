@@ -189,7 +189,7 @@ def test_base_weights_do_not_change(tmp_path: Path, corpus: Path, base: Path) ->
     adapters = parameters.keys() - stored.keys()
     assert len(adapters) == 28
     assert all(parameters[name].norm() > 0 for name in adapters), "B starts as zeros"
-    optimized = {p for group in run.optimizer.param_groups for p in group["params"]}
+    optimized = {p for group in run.state.optimizer.param_groups for p in group["params"]}
     assert optimized == {parameters[name] for name in adapters}
     assert all(parameters[name].grad is None for name in stored)
 

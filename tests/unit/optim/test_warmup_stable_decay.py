@@ -65,7 +65,7 @@ def test_by_default_warmup_is_a_tenth_of_the_schedule_and_200_steps_at_most(trai
 def test_the_refusal_of_a_long_warmup_names_a_value_that_works(warmup_steps, total):
     with pytest.raises(ConfigError, match="need a schedule of more than") as e:
         WarmupStableDecay(warmup_steps=warmup_steps).check(total)
-    named = int(str(e.value).split("--lr_scheduler.warmup_steps=")[1].split(",")[0])
+    named = int(str(e.value).split("warmup_steps = ")[1].split(",")[0])
     WarmupStableDecay(warmup_steps=named).check(total)
 
 

@@ -390,6 +390,6 @@ def test_push_refuses_a_run_that_is_training(
     job = make_job(tmp_path, corpus)
     job.folder.mkdir()
     (job.folder / "job.toml").write_text(toml.dump(job))
-    monkeypatch.setattr(FolderLock, "_try", lambda self: False)  # as if another process had it
+    monkeypatch.setattr(FolderLock, "_try", lambda *_: False)  # as if another process had it
     with pytest.raises(ConfigError, match="run is in use by another process"):
         push.main(["push", str(job.folder), "--metrics.sinks=[{name = 'wandb'}]"])
