@@ -43,6 +43,7 @@ def test_qwen3_goes_out_and_comes_in(
         "--max-new-tokens",
         "12",
     ]
+    capsys.readouterr()  # the export has printed a line
     for path in (tmp_path / "first", export):
         assert generate.main([str(path), *prompts]) == 0
         texts.append(capsys.readouterr().out)
