@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.support import ranks
 from tests.support.jobs import make_job
+from titanlite.checkpoint.lock import FolderLock
 from titanlite.config.component import ConfigError
 from titanlite.job import Job
 from titanlite.mesh import local_shard
@@ -71,7 +72,8 @@ def trained(folder: Path, corpus: Path, keys: list[str]) -> int:
     with (
         stop_requests() as requests,
         runtime(job.training, job.parallelism, job.comm) as rt,
-        build(job, rt, requests) as run,
+        FolderLock(job.folder) as lock,
+        build(job, rt, lock) as run,
         run.profiler() as profiler,
     ):
         num_elements = sum(local_shard(p).numel() for p in run.model.net.parameters())
@@ -117,8 +119,12 @@ def failure(folder: Path, corpus: Path, keys: list[str]) -> str:
     """The error that ends training on this rank if the rules are not checked, or nothing."""
     job = make_job(folder, corpus, *keys, world_size=None)
     try:
-        with stop_requests() as requests, runtime(job.training, job.parallelism, job.comm) as rt:
-            run = build(job, rt, requests)
+        with (
+            stop_requests() as requests,
+            runtime(job.training, job.parallelism, job.comm) as rt,
+            FolderLock(job.folder) as lock,
+        ):
+            run = build(job, rt, lock)
             take_steps(run, requests, run.profiler())
     except Exception as e:
         return f"{type(e).__name__}: {e}"
@@ -127,7 +133,7 @@ def failure(folder: Path, corpus: Path, keys: list[str]) -> str:
 
 # Layouts that fail in real process groups, and the rule that refuses them.
 FAILING = {
-    "is not divisible by 4: each rank needs key": ["--parallelism.tensor_parallel_degree=4"],
+    "is not divisible by 4: each rank needs its own key": ["--parallelism.tensor_parallel_degree=4"],
     "a sequence length of 34": ["--parallelism.context_parallel_degree=4", "--training.seq_len=34"],
     "12 sequences are not a multiple": ["--training.global_batch_size=12"],
     "2 blocks over 4 stages": ["--parallelism.pipeline_parallel_degree=4"],
