@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-SATELLITES = ("titanlite.lab",)
+SATELLITES = ("titanlite.contrib", "titanlite.corpus", "titanlite.lab", "titanlite.report")
 
 
 def loaded(statement: str) -> list[str]:
@@ -17,4 +17,5 @@ def loaded(statement: str) -> list[str]:
 
 def test_the_trainer_loads_no_satellite() -> None:
     assert not loaded("import titanlite.train")
-    assert loaded("import titanlite.lab.cards")  # control
+    for name in SATELLITES:  # control
+        assert loaded(f"import {name}.verbs")
