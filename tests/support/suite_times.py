@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/test_suite_2_cores.json"
 TABLE, README = ROOT / "CONTRIBUTING.md", ROOT / "README.md"
 ROW = re.compile(r"^(\| .* \| `(pytest[^`]*)` \| )(?!wall)(.*)( \|)$", re.MULTILINE)
-DAY = re.compile(r"(on two idle cores on )\S+")
+DAY = re.compile(r"(on two idle cores on )[\d-]+")
 SENTENCE = re.compile(r"runs the [\d,]+ tests of the default tier in .* on two cores")
 DEFAULT_TIER = "pytest -n 2"
 
