@@ -43,8 +43,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """What encoding depends on. `charsmap`: the compiled rules of the normalizer. `bos`, `eos`: pieces, empty
-    if the model has none."""
+    """The settings that encoding depends on. `charsmap`: the compiled rules of the normalizer. `bos`,
+    `eos`: pieces, empty if the model has none."""
 
     pieces: list[Piece]
     type: int
@@ -123,7 +123,7 @@ def as_tokenizer_json(model: SentencePieceModel) -> dict[str, Any]:
 
 
 def _split_patterns(model: SentencePieceModel) -> Iterator[str]:
-    """Yield regular expressions whose matches become words of their own.
+    """Yield regular expressions whose matches become separate words.
 
     In BPE, a user-defined symbol is a word, which `ignore_merges` finds in the vocabulary. Names of bytes and
     special pieces, such as `<s>`, are plain text in SentencePiece, but the library finds them in Unigram, and
@@ -165,7 +165,7 @@ def _bpe(model: SentencePieceModel) -> dict[str, Any]:
     return bpe_model(
         vocab,
         _merges(model),
-        ignore_merges=bool(_symbols(model)),  # a symbol is a word of its own
+        ignore_merges=bool(_symbols(model)),  # a symbol is a separate word
         unk_token=model.pieces[model.unk_id].text,
         fuse_unk=True,
         byte_fallback=True,
@@ -189,7 +189,7 @@ def _unigram(model: SentencePieceModel) -> dict[str, Any]:
         if piece.type == USER_DEFINED:
             return 0.1 * (len(piece.text.encode()) - 1)  # of SentencePiece 0.2.3; the file's score is unused
         # The library finds every piece in a text. SentencePiece finds neither bytes nor special pieces in
-        # it, so these get a score that is worse than that of the characters of their names.
+        # it, so these get a score worse than the score of the characters of their names.
         return piece.score if piece.type == NORMAL else (lowest - 1) * (len(piece.text) + 1)
 
     vocab = [[piece.text, score(piece)] for piece in model.pieces]

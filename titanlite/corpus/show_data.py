@@ -21,8 +21,8 @@ last sequences, the steps with their batch size and learning rate, and when epoc
 exceeded. Sequences are counted up to the boundary of a stage; a step that passes it belongs to the stage of
 its first sequence. If the run folder of CONFIG holds a checkpoint that the job continues, the plan marks
 where the run is. Text that is not tokenised yet is tokenised, as a run does at its start. --ranks is by
-default that of the newest checkpoint, or the fewest ranks that [parallelism] allows. If a run would refuse
-the job, the plan ends with the reason and exit code 2."""
+default the number of the newest checkpoint, or the fewest ranks that [parallelism] allows. If a run would
+refuse the job, the plan ends with the reason and exit code 2."""
 
 from __future__ import annotations
 

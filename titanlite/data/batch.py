@@ -40,8 +40,8 @@ class Batch:
         seq_len / num_splits], which do not attend to each other. The batch must be on the host.
 
         All targets still count: the last target of a shorter sequence is the first token of the next. `hash`
-        stays that of the whole sequences. Without `positions`, num_documents stays, too. Raises ValueError if
-        num_splits does not divide seq_len."""
+        stays the hash of the whole sequences. Without `positions`, num_documents stays, too. Raises
+        ValueError if num_splits does not divide seq_len."""
         if num_splits == 1:
             return self
         num_sequences, seq_len = self.inputs.shape

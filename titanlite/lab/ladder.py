@@ -77,7 +77,7 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
         runs = _runs(job, options)
     except ConfigError as e:
         raise toml.read(options.config, overrides)[1].located(e) from None
-    # Sizes and ratios may differ, so that a command can add runs to those of an earlier one.
+    # Sizes and ratios may differ, so that a command can add runs to the ladder of an earlier command.
     record = Record("ladder", _folder(job, options), {"job": keys_of(job), "standard": options.standard})
     record.read()
     texts = {Path(f"{run.job.folder}.toml"): job_toml_text(run.job, [run.about]) for run in runs}

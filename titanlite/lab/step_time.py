@@ -87,7 +87,7 @@ def step_time(run: PlannedRun, memory: list[RankMemory], cluster: Cluster) -> St
 
 def guesses(run: PlannedRun, changed: Sequence[str] | None = None) -> list[str]:
     """Why the step time of a run is a guess: the shares of the peaks were fitted to other kinds of runs. The
-    factors are those of plan_errors.json. Empty: it is none. `changed`: if the blocks, the head and the
+    factors are taken from plan_errors.json. Empty: it is none. `changed`: if the blocks, the head and the
     optimizer were measured, the decisive keys of which the job measured had other values."""
     size, degrees = sum(p.numel() for p in run.net.parameters()), run.degrees
     schedule = run.parallelism.pipeline_parallel_schedule

@@ -64,7 +64,7 @@ class Group(NamedTuple):
 
 
 def main_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
-    """Return the charts of the loss, and those of metrics that most runs have."""
+    """Return the charts of the loss and of the metrics that most runs have."""
     by_time = _by_time(runs, LOSS, "Training loss by time")
     charts = [loss_by_tokens(runs), *_differences(runs), by_time, _by_compute(runs)]
     every_mark = [mark for i, run in enumerate(runs) for mark in marks_of(run, i)]

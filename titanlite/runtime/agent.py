@@ -88,7 +88,7 @@ def blame(endings: Sequence[Ending], nodes: int) -> tuple[int, str]:
 
 
 def first_failure(endings: Sequence[Ending]) -> Ending:
-    """The rank with which a failure began: the first one with an error of its own, else the first one."""
+    """The rank with which a failure began: the first rank that recorded an error, else the first rank."""
     failed = [ending for ending in endings if ending.code]
     return min(failed, key=lambda ending: ending.follows_another)
 

@@ -174,7 +174,7 @@ class ChatFormat:
     def _trained(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, skipped: Collection[int], spans: _Spans
     ) -> _Spans:
-        """Return the ranges of characters in `spans` that are trained on: all but those of the messages
+        """Return the ranges of characters in `spans` that are trained on: all but the ranges of the messages
         `skipped`.
 
         The conversation is rendered again with a character at both ends of the contents, or at one end if the

@@ -1,4 +1,4 @@
-"""Compiles and renders chat templates with the settings of transformers, in a process of their own, because
+"""Compiles and renders chat templates with the settings of transformers, in a separate process, because
 they are programs of whoever published a tokenizer. The process runs this file as a script, which imports
 nothing of titanlite.
 
