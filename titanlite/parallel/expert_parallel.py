@@ -77,8 +77,8 @@ def _common_divisors(*numbers: int) -> list[int]:
 
 
 def apply_expert_parallel(net: Decoder, mesh: Mesh, parallelism: Parallelism) -> None:
-    """Partition the experts of `net` over the ranks, in place, if the mesh has separate axes for experts. Call
-    it before all other transforms."""
+    """Partition the experts of `net` over the ranks, in place, if the mesh has separate axes for experts.
+    Call it before all other transforms."""
     if not mesh.has_expert_axes:
         return
     for layer in moe_layers_of(net):
