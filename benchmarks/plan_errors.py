@@ -90,6 +90,8 @@ def recorded() -> Iterator[Recorded]:
         for case, overrides, measured in _cases(path.stem, result):
             if PEAK in measured and GRAPHS not in overrides:
                 gpus = int(result.get("ngpu", 1 if "h200x2" not in path.stem else 2))
+                # Keys of [metrics] do not change the memory, and an old file may name one that is gone.
+                overrides = [word for word in overrides if not word.startswith("--metrics.")]
                 yield Recorded(path.stem, case, result.get("config", "debug.toml"), overrides, gpus, measured)
     path = RESULTS / "llama3_8b_6layers_h200x2_tensor_float8.txt"
     lines = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
@@ -100,8 +102,7 @@ def recorded() -> Iterator[Recorded]:
 
 def _cases(name: str, result: dict[str, Any]) -> Iterator[tuple[str, list[str], dict[str, float]]]:
     """Case, overrides and measurements of the runs of one file."""
-    # Keys of [metrics] do not change the memory, and an old file may name one that is gone.
-    given = [word for word in result.get("overrides") or [] if not word.startswith("--metrics.")]
+    given = result.get("overrides") or []
     if "medians" in result:
         yield "", [*given, *(FREES if name in FREED else [])], result["medians"]
     elif name == "activation_checkpointing_h200":

@@ -147,3 +147,9 @@ def test_what_fails_on_real_ranks_is_refused(message: str, tmp_path: Path, corpu
     with pytest.raises(ConfigError, match=message):
         checked(make_job(tmp_path, corpus, *keys, world_size=None), 4)
     assert all(ranks.run(4, failure, tmp_path, corpus, keys))
+
+
+@pytest.mark.full
+def test_control_a_layout_that_is_accepted_does_not_fail_on_real_ranks(tmp_path: Path, corpus: Path) -> None:
+    keys = [*QUICK, "--model.overrides.tie_word_embeddings=false", "--parallelism.tensor_parallel_degree=2"]
+    assert ranks.run(4, failure, tmp_path, corpus, keys) == [""] * 4
