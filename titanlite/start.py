@@ -1,5 +1,5 @@
 """The start of a run. `decide_start` chooses between a new run, a resumed one and a restart, and `assemble`
-opens and checks all that the run reads. Neither writes into the run folder, so that `titanlite config
+opens and checks the inputs of the run. Neither writes into the run folder, so that `titanlite config
 --ranks` can call them without a run. Their results are passed on: nothing is asked again."""
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def decide_start(job: Job, ranks: Ranks, lock: FolderLock) -> Start:
 @dataclass(frozen=True)
 class Parts:
     """The inputs of a run, open and checked. `job`: with all amounts of training as numbers of steps and
-    sequences, and with the version of a stream. `num_parameters`, `flops_per_token`: of the whole model, the
-    latter by sequence length. `about`: log lines on the configuration. `train`: the train.json of the
+    sequences, and with the version of a stream. `num_parameters`: of the whole model. `flops_per_token`: of
+    the whole model, by sequence length. `about`: log lines on the configuration. `train`: the train.json of the
     checkpoint that the run resumes from, or None; `data_lines`: the log lines of `check_data` for it."""
 
     job: Job
@@ -90,8 +90,8 @@ class NotReady(Exception):
 
 
 def assemble(job: Job, num_ranks: int, ranks: Ranks, start: Start, dry: bool = False) -> Parts:
-    """Open and check what a run on `num_ranks` ranks reads, which are tokenizer, initial weights, tasks and
-    data, against the model and the run that is continued. Cheap checks come first, because data may be
+    """Open the inputs of a run on `num_ranks` ranks, which are tokenizer, initial weights, tasks and data, and
+    check them against the model and the run that is continued. Cheap checks come first, because data may be
     tokenised for long. Raises ConfigError, LoaderError if a run that resumes cannot read its input now, and
     NotReady in a dry run. Collective over `ranks`, which are one process in a dry run."""
     tokenizer = open_tokenizer(job)
@@ -166,18 +166,26 @@ def shard_model(job: Job, rt: Runtime) -> tuple[ShardedModel, str]:
     return parallelize(net, job.loss, rt.mesh, parallel_settings(job, rt, attention)), kernel
 
 
-def parallel_settings(job: Job, rt: Runtime, attention: AttentionBackend) -> ParallelSettings:
-    """The settings that decide how the model is sharded and run. Collective."""
+def layout_settings(job: Job) -> ParallelSettings:
+    """The settings that decide how the model is sharded, as far as the job alone decides them."""
     return ParallelSettings(
-        parallelism=_resolve_reshard(job, rt),
-        attention=attention,
+        parallelism=job.parallelism,
         activation_checkpoint=job.activation_checkpoint,
         compile=job.compile,
         float8=job.float8,
         moe=job.moe,
+        cpu_offload=job.training.enable_cpu_offload,
+    )
+
+
+def parallel_settings(job: Job, rt: Runtime, attention: AttentionBackend) -> ParallelSettings:
+    """The settings that decide how the model is sharded and run. Collective."""
+    return replace(
+        layout_settings(job),
+        parallelism=_resolve_reshard(job, rt),
+        attention=attention,
         param_dtype=rt.param_dtype,
         reduce_dtype=rt.reduce_dtype,
-        cpu_offload=job.training.enable_cpu_offload,
         clock=rt.clock,
     )
 

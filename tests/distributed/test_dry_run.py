@@ -19,7 +19,8 @@ from titanlite.mesh import local_shard
 from titanlite.parallel.dry_run import model_of_rank
 from titanlite.runtime.runtime import runtime
 from titanlite.runtime.signals import stop_requests
-from titanlite.tools.config import build_on_meta, check_inputs, check_layout, parallel_settings
+from titanlite.start import layout_settings
+from titanlite.tools.config import build_on_meta, check_inputs, check_layout
 from titanlite.train import build, take_steps
 
 CHOICES: dict[str, list[Any]] = {
@@ -107,7 +108,7 @@ def test_a_sampled_layout(seed: int, tmp_path: Path, corpus: Path) -> None:
         errors = ranks.run(num_ranks, refused, tmp_path, corpus, keys)
         assert all(error.endswith(refusal) for error in errors), errors
         return
-    settings = parallel_settings(job)
+    settings = layout_settings(job)
     wanted = [
         model_of_rank(job.build_on_meta(), job.loss, settings, rank, num_ranks).num_parameters
         for rank in range(num_ranks)

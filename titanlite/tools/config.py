@@ -36,7 +36,6 @@ from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.expert_loads import check_routers
 from titanlite.parallel.float8 import split_layers
 from titanlite.parallel.pipeline_parallel import check_auxiliary_losses
-from titanlite.parallel.settings import ParallelSettings
 from titanlite.runtime.environment import set_library_defaults
 from titanlite.runtime.process import pick_device
 from titanlite.runtime.training import BatchLayout, choose_param_dtype
@@ -45,6 +44,7 @@ from titanlite.start import (
     assemble,
     check_device,
     check_global_batch,
+    layout_settings,
     open_tokenizer,
     skipped_sequences,
 )
@@ -105,25 +105,13 @@ def check_layout(job: Job, ranks: int, gpus_per_node: int) -> list[str]:
     """Shard the model as a run on `ranks` ranks does. Returns lines on the layout, on the ranks that differ,
     and warnings, which are also printed. Raises ConfigError."""
     degrees = job.parallelism.degrees(ranks)
-    simulated = dry_run.dry_run(job.build_on_meta, job.loss, parallel_settings(job), ranks)
+    simulated = dry_run.dry_run(job.build_on_meta, job.loss, layout_settings(job), ranks)
     warnings = dry_run.warnings(simulated, degrees, gpus_per_node)
     for text in warnings:
         print(f"titanlite: warning: {text}", file=sys.stderr)
     layout = job.parallelism.describe(degrees, job.model.num_experts)
     lines = [f"layout of {ranks} rank(s): {layout}", *(rank.describe() for rank in simulated)]
     return lines + [f"warning: {text}" for text in warnings]
-
-
-def parallel_settings(job: Job) -> ParallelSettings:
-    """The settings that decide how the model is sharded."""
-    return ParallelSettings(
-        parallelism=job.parallelism,
-        activation_checkpoint=job.activation_checkpoint,
-        compile=job.compile,
-        float8=job.float8,
-        moe=job.moe,
-        cpu_offload=job.training.enable_cpu_offload,
-    )
 
 
 def check_inputs(job: Job, ranks: int) -> tuple[Job, int, list[str]]:
