@@ -64,8 +64,8 @@ def decide_start(job: Job, ranks: Ranks, lock: FolderLock) -> Start:
 class Parts:
     """The inputs of a run, open and checked. `job`: with all amounts of training as numbers of steps and
     sequences, and with the version of a stream. `num_parameters`: of the whole model. `flops_per_token`: of
-    the whole model, by sequence length. `about`: log lines on the configuration. `train`: the train.json of the
-    checkpoint that the run resumes from, or None; `data_lines`: the log lines of `check_data` for it."""
+    the whole model, by sequence length. `about`: log lines on the configuration. `train`: the train.json of
+    the checkpoint that the run resumes from, or None. `data_lines`: the log lines of `check_data` for it."""
 
     job: Job
     tokenizer: Tokenizer
@@ -90,8 +90,8 @@ class NotReady(Exception):
 
 
 def assemble(job: Job, num_ranks: int, ranks: Ranks, start: Start, dry: bool = False) -> Parts:
-    """Open the inputs of a run on `num_ranks` ranks, which are tokenizer, initial weights, tasks and data, and
-    check them against the model and the run that is continued. Cheap checks come first, because data may be
+    """Open the inputs of a run on `num_ranks` ranks (tokenizer, initial weights, tasks, data), and check them
+    against the model and the run that is continued. Cheap checks come first, because data may be
     tokenised for long. Raises ConfigError, LoaderError if a run that resumes cannot read its input now, and
     NotReady in a dry run. Collective over `ranks`, which are one process in a dry run."""
     tokenizer = open_tokenizer(job)
