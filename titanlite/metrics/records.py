@@ -11,6 +11,9 @@ from titanlite.files import named, write_atomically
 
 def append(path: Path, data: bytes) -> None:
     """Append to a file all of `data` or, if the disk is full, nothing. Raises OSError."""
+    # `cp -rl` copies a run folder as hard links, and the copy must not get the records of this run.
+    if path.exists() and path.stat().st_nlink > 1:
+        write_atomically(path, path.read_bytes())
     with open(path, "ab") as file, named(path):
         end, written = file.tell(), 0
         try:
@@ -43,8 +46,7 @@ def cut(
         (kept if is_kept else removed).append(record)
     if removed:
         append(path.with_suffix(f".superseded{path.suffix}"), b"".join(removed))
-    # `cp -rl` copies a run folder as hard links, and the copy must not get the records of this run.
-    if (remaining := b"".join(kept)) != content or path.stat().st_nlink > 1:
+    if (remaining := b"".join(kept)) != content:
         write_atomically(path, remaining)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.metrics.sinks.base import Sinks, Writer
+from titanlite.metrics.sinks.events import EventLog
 from titanlite.metrics.sinks.jsonl import JsonLines, Tables
 from titanlite.metrics.sinks.samples import Samples
 
@@ -148,3 +149,9 @@ def test_a_hard_link_of_a_copied_run_folder_gets_no_records(tmp_path: Path) -> N
     os.link(path, copy)
     write(JsonLines(path, 1), 2)
     assert (path.read_bytes(), copy.read_bytes()) == (line(1) + line(2), line(1))
+    events, copied = tmp_path / "events.jsonl", tmp_path / "copied.jsonl"
+    log = EventLog(events, 0)
+    os.link(events, copied)
+    before = copied.read_bytes()
+    log.event(1, "saved", {})
+    assert copied.read_bytes() == before != events.read_bytes()
