@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -73,16 +72,6 @@ def short(value: float) -> str:
         if size >= limit:
             return f"{value / limit:.3g}{suffix}" if size / limit < 1000 else f"{value / limit:.0f}{suffix}"
     return f"{value:.3g}" if size < 100 else f"{value:.4g}"
-
-
-def ticks(low: float, high: float, num: int) -> list[float]:
-    """Return about `num` round numbers between two numbers."""
-    rough = (high - low) / max(num, 1)
-    if not rough > 1e-300:
-        return [low]
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next((factor * power for factor in (1, 2, 5) if factor * power >= rough), 10 * power)
-    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def data(chart: Chart) -> dict[str, Any]:

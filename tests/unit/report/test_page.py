@@ -22,7 +22,7 @@ from titanlite.config.component import ConfigError
 from titanlite.metrics.sinks.events import EventLog
 from titanlite.metrics.sinks.jsonl import JsonLines
 from titanlite.metrics.sinks.samples import Samples
-from titanlite.report.charts import MAX_POINTS, downsample, short, ticks
+from titanlite.report.charts import MAX_POINTS, downsample, short
 from titanlite.report.compare import comparison
 from titanlite.report.facts import all_verdicts, facts
 from titanlite.report.figures import NUM_AVERAGED, main_charts, noise_scale, other_charts
@@ -232,11 +232,6 @@ def test_a_planted_spike_is_a_point_of_the_path(tmp_path: Path) -> None:
 )
 def test_short_numbers(value: float, text: str) -> None:
     assert short(value) == text
-
-
-def test_ticks_are_round() -> None:
-    assert ticks(0.3, 9.7, 5) == [2, 4, 6, 8]
-    assert len(ticks(-1e-9, 1e-9, 5)) in range(3, 8)
 
 
 def test_the_time_of_a_killed_run_has_its_causes(tmp_path: Path) -> None:
