@@ -7,11 +7,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from titanlite.metrics.sinks.jsonl import JsonLines
 from titanlite.report.trackers import push
 from titanlite.report.trackers.mlflow import MLflow, MLflowClient
 from titanlite.report.trackers.trackio import Trackio, TrackioClient
-from titanlite.report.trackers.wandb import WandB, WandBClient
+from titanlite.report.trackers.wandb import WandB, WandBClient, records_of
 from titanlite.train import train
 
 Rows = list[tuple[int, dict[str, Any]]]
@@ -48,22 +47,6 @@ def _no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- reading back
-
-
-def records_of(content: bytes) -> Iterator[bytes]:
-    """The records of a .wandb file: after its header, LevelDB's log format."""
-    position, record = 7, b""
-    while position + 7 <= len(content):
-        rest = 32768 - position % 32768
-        length, kind = struct.unpack_from("<HB", content, position + 4)  # after a checksum
-        if rest < 7 or kind == 0:  # the block has no more records
-            position += rest
-            continue
-        record += content[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # a whole record, or the last of its parts
-            yield record
-            record = b""
 
 
 def wandb_rows(folder: Path, run_id: str = RUN_ID, wait_s: float = 60) -> Rows:
