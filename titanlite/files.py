@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 
 READ_BYTES = 8 << 20  # read at a time from a file that is hashed
 MAX_BYTES = 1 << 30  # largest file that is read as a whole
@@ -169,9 +169,17 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 def hash_file(path: Path) -> tuple[int, str]:
     """Size in bytes and hexadecimal SHA-256 of a regular file. Raises FileFault for anything else."""
+    with open_regular(path) as file:
+        return hash_stream(file, path)
+
+
+def hash_stream(file: io.BufferedIOBase, path: PurePath) -> tuple[int, str]:
+    """Size in bytes and hexadecimal SHA-256 of the file at `path`, which `file` reads from its beginning."""
     sha, size = hashlib.sha256(), 0
-    with open_regular(path) as file, named(path):
-        view = memoryview(bytearray(min(READ_BYTES, os.fstat(file.fileno()).st_size + 1)))
+    with named(path):
+        end = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        view = memoryview(bytearray(min(READ_BYTES, end + 1)))
         while count := file.readinto(view):
             sha.update(view[:count])
             size += count
@@ -179,7 +187,7 @@ def hash_file(path: Path) -> tuple[int, str]:
 
 
 @contextmanager
-def named(path: str | Path) -> Iterator[None]:
+def named(path: str | PurePath) -> Iterator[None]:
     """Add `path` to an OSError of the body that names no file. An error of writing to a file descriptor, such
     as a full disk, has no name."""
     try:

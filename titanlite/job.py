@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ from titanlite.stages import (
     settings_of,
     uncounted_ends,
 )
+from titanlite.storage import parse_path, storage_of
 from titanlite.tokenizers.base import Tokenizer, TokenizerConfig
 from titanlite.tokenizers.tiktoken import Tiktoken
 
@@ -88,6 +89,7 @@ class JobInfo:
         if not self.dump_folder:
             raise ConfigError("empty; name a folder for this run", "dump_folder")
         check_name(self.dump_folder, "dump_folder")
+        parse_path(self.dump_folder, "dump_folder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +123,9 @@ class Job:
     comm: Comm = field(default_factory=Comm)
 
     @property
-    def folder(self) -> Path:
-        """The run folder."""
-        return Path(self.job.dump_folder)
+    def folder(self) -> PurePath:
+        """The run folder; a Path if it is on a local disk."""
+        return parse_path(self.job.dump_folder)
 
     def check(self, world_size: int) -> None:
         """Check the rules that span sections, before any process group or file exists. Each rule is in the
@@ -289,7 +291,7 @@ class Job:
         """Raises ConfigError unless the folders that a run writes to exist or can be made. Makes nothing. A
         cache that exists may be complete, so that nothing is written to it; whatever writes to it checks
         it."""
-        check_writable(self.folder, "job.dump_folder")
+        storage_of(self.folder).check_writable(self.folder, "job.dump_folder")
         if self.data.uses_cache and not os.path.isdir(self.data.cache_dir):
             check_writable(Path(self.data.cache_dir), "data.cache_dir")
 
@@ -371,8 +373,9 @@ def build_tokenizer(job: Job, source: str | Path = "") -> Tokenizer:
     except ConfigError as e:
         if Path(getattr(job.tokenizer, "path", "")).exists():
             raise  # the files are there: another tokenizer is no remedy
-        source = Path(source or job.checkpoint.initial_load_path or job.folder)
-        for folder in (job.folder, source, *source.parents[:2]):  # a run, its checkpoints, or one of these
+        source = Path(source or job.checkpoint.initial_load_path or job.job.dump_folder)
+        # a run, its checkpoints, or one of these
+        for folder in (Path(job.job.dump_folder), source, *source.parents[:2]):
             copy = getattr(job.tokenizer.in_folder(folder / TOKENIZER), "path", "")
             if copy and Path(copy).exists():
                 raise ConfigError(f"{e}; a run has a copy: --tokenizer.path={copy}", e.key) from None
@@ -383,7 +386,7 @@ def open_recorded_tokenizer(job: Job, checkpoint: Path, fingerprint: str) -> Tok
     """The tokenizer of a checkpoint with the recorded job `job`: the one at the job's path or, if its files
     are missing or have changed, the copy in the run folder. `fingerprint`: recorded in the checkpoint; "" is
     not compared. Raises ConfigError that names both."""
-    copy, faults = job.tokenizer.in_folder(job.folder / TOKENIZER), list[str]()
+    copy, faults = job.tokenizer.in_folder(Path(job.job.dump_folder, TOKENIZER)), list[str]()
     for config in [job.tokenizer] if copy == job.tokenizer else [job.tokenizer, copy]:
         try:
             if missing := [file for file in config.files().values() if not file.exists()]:

@@ -28,7 +28,6 @@ from titanlite.data.loader import Loader, LoaderLayout
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.sources import Source, short_names
 from titanlite.errors import LoaderError
-from titanlite.files import write_atomically
 from titanlite.flops import peak_bf16_flops
 from titanlite.interop.formats import locate_base
 from titanlite.interop.initial import check_initial, load_base, load_initial
@@ -50,6 +49,7 @@ from titanlite.runtime.runtime import Runtime, environment
 from titanlite.runtime.training import BatchLayout
 from titanlite.stages import Stages
 from titanlite.start_log import about_steps, job_toml_text, summary
+from titanlite.storage import storage_of
 from titanlite.tasks.requests import OpenTask
 from titanlite.tokenizers.base import Tokenizer
 
@@ -436,7 +436,8 @@ def write_run_files(parts: Parts, rt: Runtime, resumed_step: int) -> None:
     job = parts.job
     if rt.rank > 0 or resumed_step >= job.training.steps:
         return
-    job.folder.mkdir(parents=True, exist_ok=True)
+    storage = storage_of(job.folder)
+    storage.make_folder(job.folder)
     files = {
         "job.toml": parts.job_toml,
         "env.json": json.dumps(environment(rt), indent=1) + "\n",
@@ -444,7 +445,7 @@ def write_run_files(parts: Parts, rt: Runtime, resumed_step: int) -> None:
         "run_identity.json": json.dumps(parts.identity, indent=1) + "\n",
     }
     for name, text in files.items():
-        write_atomically(job.folder / name, text)
+        storage.put(job.folder / name, text.encode())
     job.tokenizer.copy_to(job.folder / TOKENIZER)
 
 

@@ -193,8 +193,10 @@ def _wrap(owner: Any, name: str, by: Callable[..., Any]) -> None:
 
 
 def _text(args: tuple[Any, ...]) -> str:
-    """The arguments as text, to match. A HashingFile is represented by its name."""
-    return " ".join(str(getattr(getattr(arg, "_file", None), "name", arg)) for arg in args)
+    """The arguments as text, to match. A HashingFile is represented by its path."""
+    from titanlite.checkpoint.digest import HashingFile
+
+    return " ".join(str(arg.path if isinstance(arg, HashingFile) else arg) for arg in args)
 
 
 def _halves(

@@ -30,6 +30,7 @@ class Point(Fault):
         return replace(self, **changes)
 
 
+SYNC = "titanlite.storage:LocalDisk.sync"
 SAVE = {
     "P0 agreed": Point("checkpointer:Checkpointer.save", during="save", shared=True),
     "P1 before begin": Point("commit:begin"),
@@ -45,7 +46,7 @@ SAVE = {
     "P3 half a write": Point("digest:HashingFile.write", "half", 20, SHARD, shared=True),
     "P3 before fsync": Point("os:fsync", shared=True),
     "P3 after fsync": Point("os:fsync", "after", shared=True),
-    "P3 before the folder's fsync": Point("writer:sync", shared=True),
+    "P3 before the folder's fsync": Point(SYNC, shared=True),
     "P3 shards written": Point("writer:ShardWriter.write_data", "after", shared=True),
     "P4 before the results": Point("ranks:Ranks.gather", shared=True),
     "P4 results gathered": Point("ranks:Ranks.gather", "after", shared=True, late=True),
@@ -59,16 +60,16 @@ SAVE = {
     "P5 before the manifest": Point("commit:write_file", "before", 1, MANIFEST, late=True),
     "P5 half of the manifest": Point("digest:HashingFile.write", "half", 1, MANIFEST, late=True),
     "P5 manifest": Point("commit:write_file", "after", 1, MANIFEST, late=True),
-    "P5 folder synced": Point("commit:sync", "after", late=True),
+    "P5 folder synced": Point(SYNC, "after", 2, late=True),
     "P6 before the rename": Point("os:rename", "before", 1, FINAL, late=True),
     "P6 renamed": Point("os:rename", "after", 1, FINAL, commits=True),
-    "P6 parent synced": Point("commit:sync", "after", 2, commits=True),
+    "P6 parent synced": Point(SYNC, "after", 3, commits=True),
     "P7 agreed": Point("ranks:Ranks.from_rank_zero", "after", 2, shared=True, commits=True),
     "P7 written": Point("saver:Saver._save", "after", shared=True, commits=True),
     "P8 before retention": Point("commit:retain", commits=True, step=6),
     "P8 before .trash": Point("os:rename", "before", 1, TRASH, commits=True, step=6),
     "P8 .trash": Point("os:rename", "after", 1, TRASH, commits=True, step=6),
-    "P8 .trash synced": Point("commit:sync", "after", 3, commits=True, step=6),
+    "P8 .trash synced": Point(SYNC, "after", 5, commits=True, step=6),
     "P8 half deleted": Point("shutil:rmtree", "half", 1, TRASH, commits=True, step=6),
     "P8 retained": Point("commit:retain", "after", commits=True, step=6),
 }

@@ -3,7 +3,9 @@
 A checkpoint is written into `.partial-step-N-<random>/` and every file is synced. manifest.json is written
 last: it has the name, size and SHA-256 of each file, and a SHA-256 of itself. Then the directory is synced
 and renamed, and its parent is synced. Nothing is written into a committed directory. Deletion renames the
-directory first, so `step-N` is never half a checkpoint."""
+directory first, so `step-N` is never half a checkpoint.
+
+This is the commit rule "rename", which the manifest names; a storage without renames needs another."""
 
 from __future__ import annotations
 
@@ -11,17 +13,15 @@ import errno
 import hashlib
 import itertools
 import json
-import os
 import re
-import shutil
 import uuid
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from titanlite.checkpoint.digest import FileDigest, gib, write_file
-from titanlite.files import sync
+from titanlite.storage import P, storage_of
 
 
 class CheckpointError(RuntimeError):
@@ -40,94 +40,93 @@ FORMAT = 5
 SLACK = 1.05  # free space needed per byte of tensors; metadata and metrics need some space, too
 
 
-def partial_path(folder: Path, step: int) -> Path:
+def partial_path(folder: P, step: int) -> P:
     """A new name for the directory that step N is written into. It is random, because a process of an earlier
     start may still be alive on another node and must not write into the same directory."""
     return folder / f".partial-step-{step}-{uuid.uuid4().hex[:8]}"
 
 
-def list_committed(folder: Path) -> list[tuple[int, Path]]:
+def list_committed(folder: P) -> list[tuple[int, P]]:
     """(step, path) of the committed checkpoints, oldest first."""
-    steps = [(step_of(path), path) for path in folder.glob("step-*") if path.is_dir()]
+    disk = storage_of(folder)
+    steps = [(step_of(path), path) for path in disk.list(folder, "step-*") if disk.is_folder(path)]
     return sorted((step, path) for step, path in steps if step is not None)
 
 
-def step_of(path: Path) -> int | None:
+def step_of(path: PurePath) -> int | None:
     """The step in the name of a checkpoint, which need not exist; None: `path` has no such name."""
     match = re.fullmatch(r"step-(\d+)", path.name)
     return int(match[1]) if match else None
 
 
-def check_space(folder: Path, needed_bytes: int, name: str = "a checkpoint") -> None:
-    """Raises CheckpointError unless the disk has room for a directory whose tensors have `needed_bytes`.
-    `name`: what the error calls the directory."""
-    disk, needed_bytes = os.statvfs(folder), int(needed_bytes * SLACK)
-    free_bytes = disk.f_bavail * disk.f_frsize
-    if free_bytes < needed_bytes:
+def check_space(folder: PurePath, needed_bytes: int, name: str = "a checkpoint") -> None:
+    """Raises CheckpointError unless the storage has room for a directory whose tensors have `needed_bytes`.
+    `name`: the directory's name in the error."""
+    free_bytes, needed_bytes = storage_of(folder).free_bytes(folder), int(needed_bytes * SLACK)
+    if free_bytes is not None and free_bytes < needed_bytes:
         raise CheckpointError(
             f"{name} needs {gib(needed_bytes)}, and {folder} has {gib(free_bytes)} free; nothing is written"
         )
 
 
-def begin(folder: Path, step: int) -> Path:
+def begin(folder: P, step: int) -> P:
     """Create the directory that step N is written into. Raises CheckpointError if `step-N` exists."""
-    if (folder / f"step-{step}").exists():
+    disk = storage_of(folder)
+    if disk.exists(folder / f"step-{step}"):
         raise CheckpointError(f"{folder / f'step-{step}'} exists already")
     partial = partial_path(folder, step)
-    partial.mkdir(parents=True)
+    disk.make_folder(partial)
     return partial
 
 
-def partial_size(folder: Path) -> int:
+def partial_size(folder: PurePath) -> int:
     """Bytes written so far for checkpoints that are not committed yet."""
+    disk = storage_of(folder)
     with suppress(OSError):  # the checkpoint was just committed, or the file system does not answer
-        return sum(file.stat().st_size for file in folder.glob(".partial-*/*"))
+        return sum(disk.size(file) for path in disk.list(folder, ".partial-*") for file in disk.list(path))
     return 0
 
 
-def discard(folder: Path) -> None:
-    """Delete as much of a directory as possible."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def commit(
-    partial: Path, step: int, texts: Mapping[str, str], files: dict[str, FileDigest], about: dict[str, Any]
-) -> Path:
+    partial: P, step: int, texts: Mapping[str, str], files: dict[str, FileDigest], about: dict[str, Any]
+) -> P:
     """Commit the directory `partial` as the checkpoint of `step`, and return its new path. Called on one
     rank. Arguments and errors: see complete()."""
+    disk = storage_of(partial)
     complete(partial, step, texts, files, about)
-    sync(partial)
+    disk.sync(partial)
     final = partial.with_name(f"step-{step}")
-    os.rename(partial, final)  # fails if step-N exists: nothing is ever replaced
-    sync(final.parent)
+    disk.rename(partial, final)  # fails if step-N exists: nothing is ever replaced
+    disk.sync(final.parent)
     return final
 
 
 def complete(
-    folder: Path, step: int, texts: Mapping[str, str], files: dict[str, FileDigest], about: dict[str, Any]
+    folder: PurePath, step: int, texts: Mapping[str, str], files: dict[str, FileDigest], about: dict[str, Any]
 ) -> None:
     """Write the small files and the manifest of a checkpoint, after all ranks have written and synced its
     `files`.
 
     `texts`: content of small files by name. `about`: plain values for the manifest. Raises OSError if a file
     is missing, CheckpointError if it does not have its size."""
+    disk = storage_of(folder)
     # Another node's file may be incomplete here, or on a disk that this node does not see.
     for name, digest in files.items():
-        size = (folder / name).stat().st_size
+        size = disk.size(folder / name)
         if size != digest.size:
             raise CheckpointError(f"{folder / name} has {size} bytes, {digest.size} were written")
     for name, text in texts.items():
         files[name] = write_file(folder / name, text.encode())
-    manifest = {"format": FORMAT, "step": step, **about}
+    manifest = {"format": FORMAT, "step": step, "commit": disk.commit_rule, **about}
     manifest["files"] = {name: files[name]._asdict() for name in sorted(files)}
     write_file(folder / MANIFEST, manifest_text(manifest).encode())
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: PurePath) -> dict[str, Any]:
     """The manifest of the checkpoint at `path`. Raises Damaged, or CheckpointError if another version of
     titanlite wrote it."""
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
+        manifest = json.loads(storage_of(path).read(path / MANIFEST))
         if manifest.get("sha256") != _own_sha256(manifest):
             raise Damaged("its manifest cannot be trusted: its own SHA-256 differs")
     except FileNotFoundError:
@@ -152,26 +151,26 @@ def total_size(manifest: dict[str, Any]) -> int:
     return sum(entry["size"] for entry in manifest["files"].values())
 
 
-def check(path: Path, step: int | None = None) -> dict[str, Any]:
+def check(path: PurePath, step: int | None = None) -> dict[str, Any]:
     """The manifest of the committed checkpoint at `path`, whose step and files are compared with it: the
     presence and the size of each file; digest.first_fault and read_file check contents. Raises Damaged,
     CheckpointError for another checkpoint format, OSError for a disk that does not answer."""
-    manifest = read_manifest(path)
+    manifest, disk = read_manifest(path), storage_of(path)
     if step not in (None, manifest["step"]):
         raise Damaged(f"its manifest belongs to step {manifest['step']}")
     for name, expected in digests(manifest).items():
         try:
-            size = (path / name).stat().st_size
+            size = disk.size(path / name)
         except FileNotFoundError:
             raise Damaged(f"{name} is missing") from None
         if size != expected.size:
             raise Damaged(f"{name} has {size:,} bytes, {expected.size:,} were written")
-    if extra := {p.name for p in path.glob(f"*{SHARD_SUFFIX}")} - manifest["files"].keys():
+    if extra := {p.name for p in disk.list(path, f"*{SHARD_SUFFIX}")} - manifest["files"].keys():
         raise Damaged(f"{min(extra)} was not written with it")
     return manifest
 
 
-def fault(path: Path, step: int | None = None) -> str | None:
+def fault(path: PurePath, step: int | None = None) -> str | None:
     """The reason why check() finds the checkpoint at `path` damaged, or None."""
     try:
         check(path, step)
@@ -180,10 +179,10 @@ def fault(path: Path, step: int | None = None) -> str | None:
     return None
 
 
-def read_file(path: Path, name: str, manifest: dict[str, Any]) -> bytes:
+def read_file(path: PurePath, name: str, manifest: dict[str, Any]) -> bytes:
     """The content of a small file of the checkpoint at `path`. Raises Damaged unless its hash is right."""
     try:
-        data = (path / name).read_bytes()
+        data = storage_of(path).read(path / name)
     except FileNotFoundError:
         raise Damaged(f"{name} is missing") from None
     except OSError as e:
@@ -195,21 +194,21 @@ def read_file(path: Path, name: str, manifest: dict[str, Any]) -> bytes:
     return data
 
 
-def quarantine(path: Path) -> Path:
+def quarantine(path: P) -> P:
     """Rename an unusable checkpoint or file to `quarantined-<name>-<n>`, so that its step can be saved again.
     Returns the new path."""
     target = _first_unused(path.with_name(f"quarantined-{path.name}-"))
     _move(path, target)
-    sync(path.parent)
+    storage_of(path).sync(path.parent)
     return target
 
 
-def list_quarantined(folder: Path) -> list[Path]:
+def list_quarantined(folder: P) -> list[P]:
     """The quarantined checkpoints in `folder`."""
-    return sorted(folder.glob("quarantined-*"))
+    return sorted(storage_of(folder).list(folder, "quarantined-*"))
 
 
-def archive_after(folder: Path, after: int) -> list[Path]:
+def archive_after(folder: P, after: int) -> list[P]:
     """Move the checkpoints after step `after` into `archived-<n>/`, and, if `after` is 0, also the
     quarantined checkpoints. Returns their new paths.
 
@@ -218,66 +217,68 @@ def archive_after(folder: Path, after: int) -> list[Path]:
     later += [path for step, path in list_committed(folder) if step > after]
     if not later:
         return []
-    archive = _first_unused(folder / "archived-")
-    archive.mkdir()
+    disk, archive = storage_of(folder), _first_unused(folder / "archived-")
+    disk.make_folder(archive)
     for path in reversed(later):
         _move(path, archive / path.name)
-    sync(archive)
-    sync(folder)
+    disk.sync(archive)
+    disk.sync(folder)
     return [archive / path.name for path in later]
 
 
-def is_kept(path: Path) -> bool:
+def is_kept(path: PurePath) -> bool:
     """Whether the user keeps this checkpoint with an empty file `step-N.keep` beside it."""
-    return _keep_file(path).exists()
+    return storage_of(path).exists(_keep_file(path))
 
 
-def _keep_file(path: Path) -> Path:
+def _keep_file(path: P) -> P:
     return path.with_name(f"{path.name}.keep")
 
 
-def _first_unused(prefix: Path) -> Path:
+def _first_unused(prefix: P) -> P:
     """The first of `<prefix>0`, `<prefix>1`, ... that does not exist."""
     paths = (prefix.with_name(f"{prefix.name}{i}") for i in itertools.count())
-    return next(path for path in paths if not path.exists())
+    return next(path for path in paths if not storage_of(path).exists(path))
 
 
-def _move(path: Path, target: Path) -> None:
+def _move(path: PurePath, target: PurePath) -> None:
     """Rename a checkpoint and its keep file."""
-    os.rename(path, target)
+    disk = storage_of(path)
+    disk.rename(path, target)
     if is_kept(path):
-        os.rename(_keep_file(path), _keep_file(target))
+        disk.rename(_keep_file(path), _keep_file(target))
 
 
-def retain(folder: Path, keep_latest: int, every: int = 0, keep: Collection[int] = ()) -> None:
+def retain(folder: PurePath, keep_latest: int, every: int = 0, keep: Collection[int] = ()) -> None:
     """Delete old committed checkpoints. Called after each commit.
 
     Keeps the newest `keep_latest` checkpoints (0: all), the steps that are multiples of `every` (0: none),
     the steps in `keep`, and checkpoints with a keep file. Tries all deletions, then raises the first OSError.
     """
-    errors, trash = [], []
+    disk, errors, trash = storage_of(folder), list[OSError](), list[PurePath]()
     for step, path in list_committed(folder)[:-keep_latest] if keep_latest else []:
         if step in keep or (every and step % every == 0) or is_kept(path):
             continue
         trash.append(folder / f".trash-{path.name}-{uuid.uuid4().hex[:8]}")
         try:
-            os.rename(path, trash[-1])
+            disk.rename(path, trash[-1])
         except OSError as e:
             errors.append(e)
     if trash:
-        sync(folder)  # before any deletion; otherwise a power loss could leave half of `step-N`
+        disk.sync(folder)  # before any deletion; otherwise a power loss could leave half of `step-N`
     for path in trash:
-        discard(path)  # if it fails, the next start of the run tries again
+        disk.delete(path)  # if it fails, the next start of the run tries again
     if errors:
         raise errors[0]
 
 
-def clean(folder: Path, names: str = "*") -> None:
+def clean(folder: PurePath, names: str = "*") -> None:
     """Delete half-written and half-deleted directories whose names match the pattern `names`. Called only
     while no other process uses the folder."""
+    disk = storage_of(folder)
     for kind in ("partial", "trash", "probe"):
-        for path in folder.glob(f".{kind}-{names}"):
-            discard(path)
+        for path in disk.list(folder, f".{kind}-{names}"):
+            disk.delete(path)
 
 
 def _own_sha256(manifest: dict[str, Any]) -> str:

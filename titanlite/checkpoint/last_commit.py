@@ -6,11 +6,11 @@ It lies outside the checkpoint folder. The checkpoint folder may be missing beca
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from pathlib import PurePath
 from typing import NamedTuple
 
 from titanlite.checkpoint.commit import CheckpointError
-from titanlite.files import sync, write_atomically
+from titanlite.storage import storage_of
 
 NAME = "last_commit.json"
 
@@ -26,11 +26,11 @@ class LastCommit(NamedTuple):
     load_step: int = -1
 
 
-def read(run_folder: Path) -> LastCommit | None:
+def read(run_folder: PurePath) -> LastCommit | None:
     """The record of a run folder, or None if there is none. Raises CheckpointError if it is damaged."""
     file = run_folder / NAME
     try:
-        return LastCommit(**json.loads(file.read_bytes()))
+        return LastCommit(**json.loads(storage_of(file).read(file)))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as e:
@@ -40,7 +40,8 @@ def read(run_folder: Path) -> LastCommit | None:
         ) from None
 
 
-def write(run_folder: Path, record: LastCommit) -> None:
+def write(run_folder: PurePath, record: LastCommit) -> None:
     """Replace the record of a run folder, on rank 0, which holds the folder's lock."""
-    write_atomically(run_folder / NAME, json.dumps(record._asdict()) + "\n")
-    sync(run_folder)
+    storage = storage_of(run_folder)
+    storage.put(run_folder / NAME, f"{json.dumps(record._asdict())}\n".encode())
+    storage.sync(run_folder)

@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -26,7 +26,7 @@ class Ranks:
     """This rank among the ranks that share the checkpoints in `folder`. Its construction and its methods are
     collective. With `alone`, this process uses the folder without the other ranks of its job."""
 
-    def __init__(self, folder: Path, alone: bool = False, timeout: timedelta = TIMEOUT):
+    def __init__(self, folder: PurePath, alone: bool = False, timeout: timedelta = TIMEOUT):
         self.folder = folder
         self.distributed = dist.is_initialized() and not alone
         self.rank = dist.get_rank() if self.distributed else 0

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import PurePath, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +25,14 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.futures import Future
 
 from titanlite.checkpoint.commit import CheckpointError, read_file
+from titanlite.checkpoint.file_system import HashingFileSystem
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.state import Tensors, flattened, listed
-from titanlite.files import FileFault, check_regular, read_regular
+from titanlite.files import FileFault
 from titanlite.log import logger
 from titanlite.mesh import local_shard, replica_group
 from titanlite.optim.base import CLIP_NORM
+from titanlite.storage import storage_of
 
 THREADS = 4  # each holds one tensor in host memory while it is copied to the device
 
@@ -59,13 +61,13 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_metadata(path: Path, manifest: dict[str, Any] | None = None) -> Metadata:
+def read_metadata(path: PurePath, manifest: dict[str, Any] | None = None) -> Metadata:
     """Read DCP's `.metadata` of the checkpoint at `path`, without executing code from the file. `manifest`:
     of the checkpoint, whose hash is checked. Raises Damaged if it differs, CheckpointError for a file that
     DCP has not written, or that names files outside the checkpoint."""
     file = path / ".metadata"
     try:
-        data = read_regular(file) if manifest is None else read_file(path, file.name, manifest)
+        data = storage_of(file).read(file) if manifest is None else read_file(path, file.name, manifest)
     except (FileFault, FileNotFoundError) as e:
         raise CheckpointError(f"{file} cannot be read: {e}") from None
     try:
@@ -76,7 +78,7 @@ def read_metadata(path: Path, manifest: dict[str, Any] | None = None) -> Metadat
         raise CheckpointError(f"{file} cannot be read: {type(e).__name__}: {e}") from None
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{file} is not DCP metadata but a {type(metadata).__name__}")
-    if outside := [name for name in files if name != Path(name).name or name in ("", "..")]:
+    if outside := [name for name in files if name != PurePath(name).name or name in ("", "..")]:
         raise CheckpointError(f"{file} points to {outside[0]!r}, which is outside the checkpoint")
     return metadata
 
@@ -84,17 +86,15 @@ def read_metadata(path: Path, manifest: dict[str, Any] | None = None) -> Metadat
 class SafeReader(FileSystemReader):
     """DCP's file reader, with metadata from read_metadata(). Reads several files in parallel."""
 
-    def __init__(self, path: Path, metadata: Metadata):
+    def __init__(self, path: PurePath, metadata: Metadata):
         super().__init__(path)
-        self._metadata = metadata
+        self.fs, self.path, self._metadata = HashingFileSystem(), path, metadata  # type: ignore[assignment]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read several files in parallel; DCP itself reads one after another, at 1.5 GB/s."""
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for name in by_file:
-            check_regular(Path(self.path) / name)
         read = super().read_data
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(lambda items: read(replace(plan, items=items), planner), by_file.values()))
@@ -112,13 +112,13 @@ class SafeReader(FileSystemReader):
 class MisfitError(CheckpointError):
     """A checkpoint has other tensors than this job. `differences`: see misfits()."""
 
-    def __init__(self, path: Path, differences: list[str]):
+    def __init__(self, path: PurePath, differences: list[str]):
         super().__init__(f"{path} does not fit this job: {listed(differences, separator='; ')}")
         self.differences = differences
 
 
 def load_tensors(
-    path: Path,
+    path: PurePath,
     tensors: Tensors,
     ranks: Ranks | None = None,
     other_optimizer: bool = False,
@@ -178,7 +178,7 @@ def partition_reads(tensors: Tensors) -> tuple[Tensors, list[SharedRead]]:
     return {section: group for section, group in own.items() if group}, shared
 
 
-def _read(path: Path, tensors: Tensors, saved: Metadata, ranks: Ranks) -> None:
+def _read(path: PurePath, tensors: Tensors, saved: Metadata, ranks: Ranks) -> None:
     """Read this rank's shards of `tensors`. Each rank makes its own plan: DCP would gather the plans of all
     ranks on rank 0, only to send them back as they are. Raises CheckpointError on all ranks if one of them
     cannot read."""

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from titanlite.checkpoint import commit
@@ -19,24 +18,25 @@ from titanlite.checkpoint.digest import FileDigest, first_fault, write_file
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.state import AVERAGED_FROM, TRAIN, read_train
 from titanlite.config.component import ConfigError
-from titanlite.files import is_file_error, make_folder
+from titanlite.files import is_file_error
 from titanlite.log import logger
+from titanlite.storage import storage_of
 
 
 class Candidate(NamedTuple):
     """A committed checkpoint whose manifest, train.json and job.toml are as they were written."""
 
     step: int
-    path: Path
+    path: PurePath
     manifest: dict[str, Any]
     train: dict[str, Any]
     job_toml: str
 
 
-Fault = tuple[Path, str]  # a committed checkpoint, and the reason why it cannot be used
+Fault = tuple[PurePath, str]  # a committed checkpoint, and the reason why it cannot be used
 
 
-def newest(folder: Path, load_step: int, faults: list[Fault]) -> Candidate | None:
+def newest(folder: PurePath, load_step: int, faults: list[Fault]) -> Candidate | None:
     """The newest checkpoint that is not damaged; if `load_step` is not -1, only that step is considered.
     Called on one rank.
 
@@ -71,7 +71,7 @@ def _check_is_of_a_run(candidate: Candidate) -> None:
         )
 
 
-def is_healthy(path: Path) -> bool:
+def is_healthy(path: PurePath) -> bool:
     """Whether the train.json of a checkpoint says that training was healthy when it was saved: no steps were
     being skipped, and the loss was not in a spike. A damaged checkpoint is not healthy."""
     try:
@@ -80,7 +80,7 @@ def is_healthy(path: Path) -> bool:
         return False
 
 
-def choose(folder: Path, load_step: int, faults: list[Fault]) -> Candidate | None:
+def choose(folder: PurePath, load_step: int, faults: list[Fault]) -> Candidate | None:
     """The checkpoint that a run resumes from, or None for a new run. Called on rank 0.
 
     It is the newest checkpoint, or with `load_step` the checkpoint of that step, unless the newest was saved
@@ -96,7 +96,9 @@ def choose(folder: Path, load_step: int, faults: list[Fault]) -> Candidate | Non
     if candidate := newest(folder, load_step, faults):
         return candidate
     detail = next((f": {reason}" for path, reason in faults if path.name == f"step-{load_step}"), "")
-    archives = [path.parent for path in folder.glob(f"archived-*/step-{load_step}")]
+    storage = storage_of(folder)
+    archives = sorted(storage.list(folder, "archived-*"))
+    archives = [path for path in archives if storage.exists(path / f"step-{load_step}")]
     if archives and not detail:
         detail = f"; to use it, move it there from {archives[-1]}"
     steps = ", ".join(str(step) for step, _ in commit.list_committed(folder)) or "none"
@@ -130,7 +132,7 @@ class Verification:
     Each file is hashed by one rank. If as many ranks load as have saved, a rank hashes the files that
     it wrote, because it reads those anyway."""
 
-    def __init__(self, path: Path, manifest: dict[str, Any], ranks: Ranks):
+    def __init__(self, path: PurePath, manifest: dict[str, Any], ranks: Ranks):
         self._path, self._manifest, self._ranks = path, manifest, ranks
         self._thread = ThreadPoolExecutor(1, "verification")
         self._fault = self._thread.submit(self._first_fault)
@@ -167,7 +169,7 @@ def files_to_hash(
     return {name: files[name] for name in ordered[rank::size]}
 
 
-def check_storage(folder: Path, ranks: Ranks) -> None:
+def check_storage(folder: PurePath, ranks: Ranks) -> None:
     """Raises ConfigError unless every rank can write into `folder` and rank 0 sees the files. Collective."""
     probe = ranks.from_rank_zero(lambda: _make_probe(folder))
     problem = None
@@ -184,20 +186,19 @@ def check_storage(folder: Path, ranks: Ranks) -> None:
             f"{problem}; the run folder must be on storage that all ranks share and may write to",
             "job.dump_folder",
         )
-    ranks.from_rank_zero(lambda: shutil.rmtree(probe))
+    ranks.from_rank_zero(lambda: storage_of(probe).delete(probe))
 
 
-def _first_unseen(probe: Path, num_ranks: int) -> int | None:
+def _first_unseen(probe: PurePath, num_ranks: int) -> int | None:
     """The lowest rank whose file is not there."""
-    seen = {file.name for file in probe.iterdir()}
+    seen = {file.name for file in storage_of(probe).list(probe)}
     return next((rank for rank in range(num_ranks) if str(rank) not in seen), None)
 
 
-def _make_probe(folder: Path) -> Path:
+def _make_probe(folder: PurePath) -> PurePath:
     probe = folder / f".probe-{uuid.uuid4().hex[:8]}"
     try:
-        make_folder(folder)
-        probe.mkdir()
+        storage_of(probe).make_folder(probe)
     except OSError as e:
         raise ConfigError(f"{folder} cannot be written to: {e}", "job.dump_folder") from None
     return probe
@@ -209,7 +210,7 @@ def quarantine_all(faults: list[Fault]) -> None:
         logger.warning(f"quarantined a damaged checkpoint as {commit.quarantine(path)}: {reason}")
 
 
-def unusable(folder: Path, faults: list[Fault]) -> CheckpointError | None:
+def unusable(folder: PurePath, faults: list[Fault]) -> CheckpointError | None:
     """The error for a folder whose checkpoints are all damaged or quarantined; None for a folder without
     checkpoints. A new run in such a folder would silently lose the earlier run."""
     reasons = [f"{path}: {reason}" for path, reason in faults]

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Sequence
 from itertools import zip_longest
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from titanlite.checkpoint.state import listed
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
-from titanlite.config.json_file import read_object
 from titanlite.optim.base import CLIP_NORM
+from titanlite.storage import storage_of
 
 STAGES, FIRST = "stages", "first_sequence"
 NOT_COMPARED = ("names", STAGES)  # sections of a run identity; check_stages compares the stages
@@ -31,12 +31,15 @@ WITHOUT_STATE = ("optimizer.lr", "optimizer.weight_decay", "optimizer.param_grou
 ABSENT = object()
 
 
-def read_identity(path: Path) -> dict[str, Any]:
+def read_identity(path: PurePath) -> dict[str, Any]:
     """Read the run_identity.json of a run folder. Raises ConfigError if it is damaged."""
     try:
-        return read_object(path)
-    except ConfigError as e:
-        raise ConfigError(f"{e}; the run has no checkpoint, so the file can be deleted") from None
+        identity: dict[str, Any] = json.loads(storage_of(path).read(path))
+    except (OSError, ValueError) as e:
+        raise ConfigError(
+            f"{path} cannot be read: {e}; the run has no checkpoint, so the file can be deleted"
+        ) from None
+    return identity
 
 
 def unknown_names(names: Sequence[str], *identities: dict[str, Any]) -> list[str]:
@@ -55,7 +58,7 @@ def check_identity(
     theirs: dict[str, Any],
     ours: dict[str, Any],
     allow_changed: Sequence[str],
-    folder: Path,
+    folder: PurePath,
     num_sequences: int = 0,
 ) -> list[str]:
     """The allowed differences between two run identities, each as a sentence.
@@ -171,7 +174,7 @@ def with_source_labels(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str
     return {**known, "names": theirs.get("names")}
 
 
-def check_optimizer(checkpoint: Path, saved_toml: str, job_toml: str, misfits: Sequence[str]) -> None:
+def check_optimizer(checkpoint: PurePath, saved_toml: str, job_toml: str, misfits: Sequence[str]) -> None:
     """Raises ConfigError if the checkpoint's job has other settings of [optimizer] or another training.clip
     than this job, which may explain that tensors do not fit. `misfits`: differences of tensors, each a phrase
     that begins with the name of a tensor."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +25,8 @@ from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.staging import HostBuffers, same_device
 from titanlite.checkpoint.state import Tensors, total_bytes
 from titanlite.checkpoint.writer import ShardWriter
-from titanlite.files import make_folder
 from titanlite.log import logger
+from titanlite.storage import storage_of
 
 MAX_FAILURES = 3  # failed saves in a row after which the run ends
 POLL_S = 10.0  # between two looks at a save that is waited for after an error
@@ -190,20 +190,20 @@ class Saver:
             written = self._plans.write(snapshot.tensors, writer)
             self.ranks.from_rank_zero(lambda: self._commit(snapshot, writer, written, began))
         except CheckpointError as e:
-            self.ranks.from_rank_zero(lambda: commit.discard(partial))
+            self.ranks.from_rank_zero(lambda: storage_of(partial).delete(partial))
             raise CheckpointError(f"step {step} could not be saved: {e}") from e
         if self.ranks.rank == 0:
             self._on_commit(step)
 
-    def _begin(self, step: int, size: int) -> Path:
+    def _begin(self, step: int, size: int) -> PurePath:
         with _disk_errors(f"step {step} could not be saved: "):
             self._before_save()
-            if not self._folder.is_dir():
+            if not storage_of(self._folder).is_folder(self._folder):
                 logger.error(
                     f"{self._folder} is gone: removed, or on a disk that is not mounted any more; it is made "
                     f"again for step {step}, without its earlier checkpoints"
                 )
-                make_folder(self._folder)
+                storage_of(self._folder).make_folder(self._folder)
             commit.check_space(self._folder, size)
             return commit.begin(self._folder, step)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from titanlite.checkpoint import commit, last_commit
@@ -19,6 +19,7 @@ from titanlite.checkpoint.run_identity import check_identity, read_identity, unk
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.config.component import ConfigError
 from titanlite.log import logger
+from titanlite.storage import storage_of
 
 METRICS = "metrics.jsonl"  # written by every run that has taken a step
 
@@ -48,20 +49,20 @@ Start = New | Restart | Resume
 
 
 def decide(
-    config: Checkpoint, run_folder: Path, faults: Sequence[Fault] = (), lock: FolderLock | None = None
+    config: Checkpoint, run_folder: PurePath, faults: Sequence[Fault] = (), lock: FolderLock | None = None
 ) -> Start:
     """Decide how the run in a folder starts; the checkpoints in `faults` are not used. `lock`: taken first if
     the folder exists, because another process may still be saving there. Called on one rank. Raises
     ConfigError for a folder that is not a run's, CheckpointError if its run cannot be resumed."""
-    folder = run_folder / config.folder
+    folder, storage = run_folder / config.folder, storage_of(run_folder)
     for place in (run_folder, folder):
-        if (place / commit.MANIFEST).exists():
+        if storage.exists(place / commit.MANIFEST):
             raise ConfigError(
                 f"{place} is a checkpoint, not the folder of a run; to start from its weights, give it "
                 "as --checkpoint.initial_load_path, with another --job.dump_folder",
                 "job.dump_folder",
             )
-    if lock is not None and run_folder.exists():
+    if lock is not None and storage.exists(run_folder):
         lock.take()
     last, damage = None, None
     try:
@@ -88,17 +89,17 @@ def decide(
         raise error
     _check_nothing_was_saved(last, run_folder, config)
     file = run_folder / "run_identity.json"
-    return New(read_identity(file) if file.exists() and not config.restart else None)
+    return New(read_identity(file) if storage.exists(file) and not config.restart else None)
 
 
-def _check_nothing_was_saved(last: LastCommit | None, run_folder: Path, config: Checkpoint) -> None:
+def _check_nothing_was_saved(last: LastCommit | None, run_folder: PurePath, config: Checkpoint) -> None:
     """Raises CheckpointError if the run may have committed checkpoints. Called when there is no checkpoint to
     resume from."""
     restart = "start at step 1 with --checkpoint.restart=true, " if config.enable else ""
-    ways = f"{restart}or choose another --job.dump_folder"
+    ways, storage = f"{restart}or choose another --job.dump_folder", storage_of(run_folder)
     if last is None:
         metrics = run_folder / METRICS
-        if metrics.is_file() and metrics.stat().st_size:
+        if storage.exists(metrics) and storage.size(metrics):
             raise CheckpointError(
                 f"{run_folder} has the metrics of a run, but no checkpoint in {config.folder!r}, "
                 f"and no {last_commit.NAME} that tells whether the run had saved one: put its checkpoints "
@@ -108,7 +109,7 @@ def _check_nothing_was_saved(last: LastCommit | None, run_folder: Path, config: 
     if last.step is None:
         return
     saved = run_folder / last.folder / f"step-{last.step}"
-    if saved.exists():
+    if storage.exists(saved):
         raise CheckpointError(
             f"this run's newest checkpoint is {saved}, and {run_folder / config.folder} has none: "
             f"set --checkpoint.folder={last.folder} to resume from it, {ways}"
@@ -122,7 +123,9 @@ def _check_nothing_was_saved(last: LastCommit | None, run_folder: Path, config: 
     )
 
 
-def check_labels(start: Start, ours: dict[str, Any], allow_changed: Sequence[str], run_folder: Path) -> None:
+def check_labels(
+    start: Start, ours: dict[str, Any], allow_changed: Sequence[str], run_folder: PurePath
+) -> None:
     """Raises ConfigError if the run that is continued has another run identity than this job, as far as that
     is known before the data sources are opened: `ours` has the labels of the sources, or no sources."""
     if (recorded := _recorded(start, run_folder)) is not None:
@@ -131,7 +134,7 @@ def check_labels(start: Start, ours: dict[str, Any], allow_changed: Sequence[str
 
 
 def check_run_identity(
-    start: Start, ours: dict[str, Any], allow_changed: Sequence[str], run_folder: Path
+    start: Start, ours: dict[str, Any], allow_changed: Sequence[str], run_folder: PurePath
 ) -> None:
     """Raises ConfigError if the run that is continued has another run identity than this job, and, for a run
     that continues none, if its identity lacks a name in checkpoint.allow_changed. Logs allowed changes."""
@@ -151,7 +154,7 @@ def check_run_identity(
         logger.info(f"the earlier run in {run_folder} saved no checkpoint; starting at step 1")
 
 
-def _recorded(start: Start, run_folder: Path) -> tuple[dict[str, Any], Path, int] | None:
+def _recorded(start: Start, run_folder: PurePath) -> tuple[dict[str, Any], PurePath, int] | None:
     """The identity of the run that is continued, the folder that holds it, and the number of sequences that
     the run has trained on; None if no run is continued."""
     if isinstance(start, Resume):

@@ -7,11 +7,12 @@ overwrites a changed schedule."""
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,11 +20,11 @@ from torch import nn
 
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.config.component import ConfigError
-from titanlite.config.json_file import load_object
 from titanlite.data.skips import SkippedSequences
 from titanlite.mesh import local_shard
 from titanlite.models.base import is_adapter
 from titanlite.optim.ema import WeightAverage
+from titanlite.storage import storage_of
 from titanlite.torch_compat import foreach_norm, is_persistent, plain_tensor
 
 TRAIN = "train.json"
@@ -127,9 +128,10 @@ class TrainState:
         self.stream = values.get(STREAM, {})
 
 
-def read_train(path: Path) -> dict[str, Any]:
+def read_train(path: PurePath) -> dict[str, Any]:
     """Read the train.json of a checkpoint. Its hash is checked before, and then it is trusted."""
-    return load_object(path / TRAIN)
+    values: dict[str, Any] = json.loads(storage_of(path).read(path / TRAIN))
+    return values
 
 
 def model_tensors(net: nn.Module) -> dict[str, torch.Tensor]:

@@ -7,24 +7,22 @@ all tensors were written. The files have DCP's format, so plain DCP reads them."
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from titanlite.checkpoint.commit import SHARD_SUFFIX, CheckpointError
-from titanlite.checkpoint.digest import FileDigest, HashingFile
-from titanlite.files import sync
+from titanlite.checkpoint.digest import FileDigest
+from titanlite.checkpoint.file_system import HashingFileSystem
+from titanlite.storage import storage_of
 from titanlite.torch_compat import file_prefix, storage_info
 
 FILE_BYTES = 2 << 30  # a rank's shards are distributed over files of about this size, hashed in parallel
@@ -32,41 +30,17 @@ MAX_FILES = 8  # per rank
 THREADS = 4  # per rank; the remaining cores feed the devices
 
 
-class HashingFileSystem(FileSystem):
-    """DCP's access to files, extended to record the digest of each written file by name."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, FileDigest] = {}
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        if mode != "wb":
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
-        file = HashingFile(Path(path))
-        try:
-            yield file
-        finally:
-            file.close()
-        self.files[Path(path).name] = file.digest()
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        super().rename(path, new_path)
-        self.files[Path(new_path).name] = self.files.pop(Path(path).name)
-
-
 class ShardWriter(FileSystemWriter):
     """Writes this rank's shards into the directory `path`. `num_threads`: the number of files that are
     written at the same time."""
 
-    fs: HashingFileSystem
-    path: Path
+    fs: HashingFileSystem  # type: ignore[assignment]
+    path: PurePath
 
-    def __init__(self, path: Path, num_threads: int = THREADS):
-        super().__init__(path, overwrite=False)
+    def __init__(self, path: PurePath, num_threads: int = THREADS):
+        super().__init__(path, overwrite=False, sync_files=False)  # HashingFileSystem syncs them
         self._num_threads = num_threads
-        self.fs = HashingFileSystem()
+        self.fs, self.path = HashingFileSystem(), path
 
     @property
     def files(self) -> dict[str, FileDigest]:
@@ -85,7 +59,7 @@ class ShardWriter(FileSystemWriter):
             # Only the main thread ends at once when the process is interrupted.
             apply = pool.map if self._num_threads > 1 else map
             results = list(apply(lambda name, items: self.write_file(name, items, planner), names, files))
-        sync(self.path)
+        storage_of(self.path).sync(self.path)
         done: Future[list[WriteResult]] = Future()
         done.set_result([result for by_file in results for result in by_file])
         return done
@@ -119,7 +93,6 @@ class ShardWriter(FileSystemWriter):
                 del tensor  # before the planner makes the next one
                 length = stream.size - offset
                 results.append(WriteResult(item.index, length, storage_info(name, offset, length)))
-            os.fsync(stream.fileno())
         return results
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -167,10 +168,10 @@ def _write(
         os.rename(partial, target)  # fails if `target` exists by now
         sync(target.parent)
     except OSError as e:
-        commit.discard(partial)
+        shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(f"{target} could not be written: {type(e).__name__}: {e}") from e
     except BaseException:
-        commit.discard(partial)
+        shutil.rmtree(partial, ignore_errors=True)
         raise
     return size
 

@@ -97,7 +97,7 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
     with stoppable() as requests:
         Trainer(record, options.gpus_per_trial, requests).train([run.to_train() for run in runs])
     page = record.folder / "report.html"
-    write_atomically(page, report([read_run(run.job.folder, run.name) for run in runs]))
+    write_atomically(page, report([read_run(Path(run.job.folder), run.name) for run in runs]))
     finite = [name for name in record.results if math.isfinite(record.loss(name))]
     if not finite:
         raise ConfigError("no run has a finite loss; try lower learning rates")

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import PurePath
 from types import TracebackType
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from torch.profiler import ProfilerAction
 
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.log import logger
+from titanlite.storage import local_path
 from titanlite.torch_compat import dump_memory_history, record_memory_history
 
 TABLE_ROWS = 20
@@ -93,18 +94,19 @@ class Profiler:
     def __init__(
         self,
         config: Profiling,
-        folder: Path,
+        folder: PurePath,
         rank: int,
         first_step: int,
         last_step: int,
         untimed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
-        self._config, self._folder, self._rank, self._untimed = config, folder, rank, untimed
+        self._config, self._rank, self._untimed = config, rank, untimed
         self._first_step = self._step = first_step
         self._table = ""
         self._torch: torch.profiler.profile | None = None
         self._ranges = contextlib.ExitStack()
         on = rank in config.ranks and (config.enable_profiling or config.enable_memory_snapshot)
+        self._folder = local_path(folder, "profiling") if on else None
         self._ends = config.traced(first_step, last_step) if on else []
         self._snapshots = on and config.enable_memory_snapshot
         self._nsys = on and config.enable_profiling and config.profiler == "nsys"
@@ -184,6 +186,7 @@ class Profiler:
         self._table += kernel_table(done.key_averages(), self._config.profiler_active)
 
     def _save(self, kind: str, ending: str, write: Callable[[str], object]) -> None:
+        assert self._folder is not None
         path = self._folder / f"{kind}-step-{self._step}-rank-{self._rank}.{ending}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

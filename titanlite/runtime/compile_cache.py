@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 import stat
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 
@@ -24,7 +24,7 @@ from titanlite.runtime.process import device_name
 DEFINES = re.compile(rb"custom_op|CustomGraphPass")
 
 
-def use_compile_cache(cache_dir: str, compiles: bool, device: torch.device, run_folder: Path) -> None:
+def use_compile_cache(cache_dir: str, compiles: bool, device: torch.device, run_folder: PurePath) -> None:
     """Let torch's compiler keep its code in `cache_dir`, by default `titanlite/compile` in the user's cache
     folder, and there in a folder for these versions of torch and titanlite and this device. If the user has
     set TORCHINDUCTOR_CACHE_DIR, it stays, unless `cache_dir` is given. `compiles`: whether the model is
@@ -42,7 +42,7 @@ def use_compile_cache(cache_dir: str, compiles: bool, device: torch.device, run_
     folder = Path(cache_dir) if cache_dir else user_cache() / "titanlite" / "compile"
     try:
         folder = folder.expanduser()
-        if cache_dir and folder.resolve().is_relative_to(run_folder.resolve()):
+        if cache_dir and folder.resolve().is_relative_to(Path(run_folder).resolve()):
             raise ConfigError(
                 f"{folder} is in the run folder {run_folder}: who copies the run would execute the code in it"
             )

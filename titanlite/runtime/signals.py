@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import PurePath
 from types import FrameType
 from typing import Any
 
 from titanlite.runtime.environment import is_first_local_rank
+from titanlite.storage import storage_of
 
 END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # a second one of these ends the process at once
 STOP = (*END, signal.SIGUSR1)
@@ -41,7 +42,7 @@ class StopRequests:
 
     def __init__(self, leaves: bool = False) -> None:
         self._leaves = leaves
-        self._file: Path | None = None
+        self._file: PurePath | None = None
         self._looked = -LOOK_S
         self._stop_at: float | None = None
         self._ended_at: float | None = None  # time of the first signal of END
@@ -49,7 +50,7 @@ class StopRequests:
         self._name = ""  # of the last signal of STOP
         self._stepping = False
 
-    def begin(self, stop_file: Path | None) -> None:
+    def begin(self, stop_file: PurePath | None) -> None:
         """The training loop begins: from now on a request waits for the end of a step. `stop_file`: the path
         of the STOP file on rank 0, None on other ranks. Raises Stopped if a signal came before: Python drops
         an exception that a handler raises in a destructor or in the callback of a weak reference."""
@@ -71,8 +72,9 @@ class StopRequests:
         now = time.monotonic()
         if self._file is not None and self._stop_at is None and now - self._looked >= LOOK_S:
             self._looked = now
-            if os.path.exists(self._file):  # unlike Path.exists, it is False for a stale mount
-                self._stop_at = now
+            with suppress(OSError):  # a file system that does not answer does not end the run
+                if storage_of(self._file).exists(self._file):
+                    self._stop_at = now
         return self._stop_at is not None
 
     def take_save_request(self) -> bool:
@@ -84,7 +86,7 @@ class StopRequests:
         """The run has ended: delete the STOP file, so that it does not stop the next start."""
         if self._file is not None:
             with suppress(OSError):
-                self._file.unlink(missing_ok=True)
+                storage_of(self._file).delete(self._file)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number in SAVE:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 
 from titanlite.config.component import Component, ConfigError, full_name
 from titanlite.config.shipped import find_file
-from titanlite.files import if_on_hub, read_regular, write_atomically
+from titanlite.files import if_on_hub, read_regular
+from titanlite.storage import storage_of
 from titanlite.tokenizers.chat import ChatFormat
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
@@ -124,13 +125,14 @@ class TokenizerConfig(Component, kind="tokenizer", makes=(Tokenizer,)):
         """Return this component with the copy of its files in `folder`."""
         return self
 
-    def copy_to(self, folder: Path) -> None:
+    def copy_to(self, folder: PurePath) -> None:
         """Copy the files of this component to `folder`. A copy that is up to date is not written again."""
+        storage = storage_of(folder)
         for name, file in self.files().items():
             content, copy = read_bytes(str(file), "tokenizer.path"), folder / name
-            folder.mkdir(exist_ok=True)
-            if not copy.is_file() or copy.read_bytes() != content:
-                write_atomically(copy, content)
+            storage.make_folder(folder)
+            if not storage.exists(copy) or storage.read(copy) != content:
+                storage.put(copy, content)
 
 
 def read_bytes(path: str, key: str) -> bytes:

@@ -8,6 +8,7 @@ import errno
 import json
 import shutil
 from collections.abc import Callable
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.config.component import ConfigError
 from titanlite.log import set_up_logging
+from titanlite.storage import LocalDisk
 from titanlite.train import train
 
 RECORD = "last_commit.json"
@@ -277,13 +279,15 @@ def test_a_record_that_cannot_be_read_now_restarts_nothing(
     progress."""
     go(tmp_path, 2)
 
-    def stale(file: Path) -> bytes:
+    open_file = LocalDisk.open
+
+    def stale(disk: LocalDisk, file: Path) -> BufferedIOBase:
         if file.name == RECORD:
             raise OSError(errno.ESTALE, "Stale file handle")
-        return file.open("rb").read()
+        return open_file(disk, file)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", stale)
+        patch.setattr(LocalDisk, "open", stale)
         with pytest.raises((OSError, RuntimeError), match="Stale file handle"):
             go(tmp_path, 1, restart=True)
     assert archived(tmp_path) == []
@@ -307,7 +311,7 @@ def test_a_record_that_cannot_be_written_does_not_fail_the_save(
 
     run, toy = open_run(tmp_path), Toy()
     toy.step()
-    monkeypatch.setattr("titanlite.checkpoint.last_commit.write_atomically", full)
+    monkeypatch.setattr(LocalDisk, "put", full)
     run.save(toy.state)
     run.close()
     monkeypatch.undo()

@@ -8,8 +8,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from titanlite import files
 from titanlite.checkpoint import commit, digest
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.job import Job
+from titanlite.storage import LocalDisk
 from titanlite.train import train
 
 # ---- the newest
@@ -112,16 +113,23 @@ def test_a_file_that_cannot_be_read(
     """A bad sector is damage; a file system that does not answer is not."""
     go(tmp_path, 3)
 
-    def failing(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
-        def fails(path: Path) -> Any:
-            if path == tmp_path / "checkpoint/step-3" / name:
-                raise OSError(code, os.strerror(code))
-            return read(path)
+    hash_stream, open_file = digest.hash_stream, LocalDisk.open
 
-        return fails
+    def check(path: Path) -> None:
+        if path == tmp_path / "checkpoint/step-3" / name:
+            raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(digest, "digest_file", failing(digest.digest_file))  # shards
-    monkeypatch.setattr(Path, "read_bytes", failing(Path.read_bytes))
+    def hash_(file: BufferedIOBase, path: Path) -> tuple[int, str]:
+        check(path)
+        return hash_stream(file, path)
+
+    def open_(disk: LocalDisk, path: Path) -> BufferedIOBase:
+        if path.suffix == ".json":  # shards are loaded while they are hashed
+            check(path)
+        return open_file(disk, path)
+
+    monkeypatch.setattr(digest, "hash_stream", hash_)
+    monkeypatch.setattr(LocalDisk, "open", open_)
     if is_damage:
         assert go(tmp_path, 3) == 2
         return

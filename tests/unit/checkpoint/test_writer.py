@@ -171,10 +171,10 @@ def test_an_error_in_one_of_the_threads_fails_the_save(
 
 
 def test_an_error_at_the_last_flush_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fileno(self: HashingFile) -> int:
+    def failing(self: HashingFile) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(HashingFile, "fileno", fileno)
+    monkeypatch.setattr(HashingFile, "sync", failing)
     with pytest.raises(CheckpointException, match="Input/output error"):
         write(tmp_path / "c", some_tensors())
     assert not (tmp_path / "c/.metadata").exists()
@@ -255,6 +255,7 @@ def test_everything_is_on_disk_before_it_has_its_name(
     events.clear()
     run.save(toy.state)
     assert [plain(event) for event in events] == [
+        "sync checkpoint",  # which has the new folder
         "sync __0_0.distcp",
         "sync .partial-step-1",  # this rank's files; DCP renames .metadata later
         "sync .metadata.tmp",

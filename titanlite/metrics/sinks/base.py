@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ Table = Literal["parameters", "probe", "expert_loads"]
 class RunInfo:
     """The identity of a run, for its sinks."""
 
-    folder: Path
+    folder: PurePath
     """The run folder; it exists."""
     run_id: str
     """Made when a run starts at its first step, and kept by all its resumes. A copy of a run folder has
@@ -45,7 +45,7 @@ class RunInfo:
     """The step after which a copy first continued."""
 
     @classmethod
-    def of(cls, folder: Path, job: dict[str, Any], resumed_step: int, total_steps: int) -> RunInfo:
+    def of(cls, folder: PurePath, job: dict[str, Any], resumed_step: int, total_steps: int) -> RunInfo:
         """The identity of the run in a folder, which is recorded in <run folder>/run_id.json."""
         known = identify(folder, resumed_step)
         return cls(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
-from pathlib import Path
+from pathlib import PurePath
 
 from titanlite.metrics.records import append, end_last_line
 from titanlite.metrics.sinks.base import Event, Values, Writer
@@ -14,7 +14,7 @@ class EventLog(Writer):
     """One JSON object per event, written at once, with the time in UTC. The file is a history: no resume and
     no rewind removes a line. A run that begins at its first step writes the event `started`."""
 
-    def __init__(self, path: Path, from_step: int):
+    def __init__(self, path: PurePath, from_step: int):
         self._path = path
         end_last_line(path)
         if from_step == 0:

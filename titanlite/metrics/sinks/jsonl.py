@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, get_args
 
 from titanlite.config import json_file
@@ -18,7 +18,7 @@ from titanlite.metrics.sinks.base import Event, Table, Values, Writer
 class JsonLines(Writer):
     """One JSON object per step, written at once."""
 
-    def __init__(self, path: Path, from_step: int):
+    def __init__(self, path: PurePath, from_step: int):
         self._path = path
         cut(path, _lines, _step_of_line, from_step)
 
@@ -33,7 +33,7 @@ class JsonLines(Writer):
 class Tables(Writer):
     """A file of JSON lines per kind of table: `<kind>.jsonl` in the run folder, made with its first table."""
 
-    def __init__(self, folder: Path, from_step: int):
+    def __init__(self, folder: PurePath, from_step: int):
         # Opened for all kinds: the run may have tables of later steps from before a resume.
         self._files = {kind: JsonLines(folder / f"{kind}.jsonl", from_step) for kind in get_args(Table)}
 

@@ -3,15 +3,14 @@ another run."""
 
 from __future__ import annotations
 
-import os
 import re
 import uuid
-from pathlib import Path
+from pathlib import PurePath
 from typing import NamedTuple
 
 from titanlite.config import json_file
-from titanlite.files import write_atomically
 from titanlite.log import logger
+from titanlite.storage import parse_path, storage_of
 
 NAME = "run_id.json"
 ID = re.compile("[0-9a-f]{32}")
@@ -29,12 +28,12 @@ class RunId(NamedTuple):
     copied_at_step: int = 0
 
 
-def identify(folder: Path, resumed_step: int) -> RunId:
+def identify(folder: PurePath, resumed_step: int) -> RunId:
     """The id of the run in a folder, which is recorded there. It is made when a run starts at its first step
     (`resumed_step` is 0), for a copy of another run's folder, and if it cannot be read."""
-    path, status = os.path.realpath(folder), os.stat(folder)
+    storage = storage_of(folder)
     recorded = _read(folder) if resumed_step else None
-    here = RunId(uuid.uuid4().hex, path, status.st_dev, status.st_ino)
+    here = RunId(uuid.uuid4().hex, *storage.folder_id(folder))
     if recorded is not None and _is_copy(recorded, here):
         here = here._replace(copied_from=recorded.run_id, copied_at_step=resumed_step)
         logger.info(
@@ -44,7 +43,7 @@ def identify(folder: Path, resumed_step: int) -> RunId:
     elif recorded is not None:
         here = recorded._replace(folder=here.folder, device=here.device, inode=here.inode)
     if here != recorded:
-        write_atomically(folder / NAME, json_file.as_json(here._asdict()))
+        storage.put(folder / NAME, json_file.as_json(here._asdict()))
     return here
 
 
@@ -53,14 +52,14 @@ def _is_copy(recorded: RunId, here: RunId) -> bool:
     leads to another file system, and then nothing remains at the old path."""
     if recorded.folder == here.folder or recorded[2:4] == here[2:4]:
         return False
-    original = _read(Path(recorded.folder))
+    original = _read(parse_path(recorded.folder))
     return recorded.device == here.device or (original is not None and original.run_id == recorded.run_id)
 
 
-def _read(folder: Path) -> RunId | None:
+def _read(folder: PurePath) -> RunId | None:
     """The id that is recorded in a folder; None if it cannot be read."""
     try:
-        tree = json_file.load_object(folder / NAME)
+        tree = json_file.parse(storage_of(folder).read(folder / NAME))
         json_file.expect(
             tree, run_id=str, folder=str, device=int, inode=int, copied_from=str, copied_at_step=int
         )

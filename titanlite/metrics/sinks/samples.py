@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import PurePath
 
 from titanlite.metrics.records import append, cut
 from titanlite.metrics.sinks.base import Event, Values, Writer
@@ -14,7 +14,7 @@ from titanlite.metrics.sinks.base import Event, Values, Writer
 class Samples(Writer):
     """Each text under a line with its step."""
 
-    def __init__(self, path: Path, from_step: int):
+    def __init__(self, path: PurePath, from_step: int):
         self._path = path
         cut(path, split_samples, step_of_sample, from_step)
 

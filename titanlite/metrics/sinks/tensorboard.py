@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from titanlite.metrics.records import append
 from titanlite.metrics.sinks import base as sinks
 from titanlite.metrics.sinks.base import RunInfo, Sink, Values, Writer
+from titanlite.storage import storage_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +30,10 @@ class EventFile(Writer):
     torch's SummaryWriter is not used: the thread that writes its files ends at the first error.
     """
 
-    def __init__(self, folder: Path, from_step: int):
+    def __init__(self, folder: PurePath, from_step: int):
         from tensorboard.compat.proto.event_pb2 import Event
 
-        folder.mkdir(parents=True, exist_ok=True)
+        storage_of(folder).make_folder(folder)
         self._path = folder / f"events.out.tfevents.{time.time_ns()}"
         self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
         self._hide_after(from_step)

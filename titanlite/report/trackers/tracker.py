@@ -27,6 +27,7 @@ from titanlite.metrics.sinks.base import Event, RunInfo, Sink, Values, Writer
 from titanlite.metrics.sinks.samples import split_samples, step_of_sample
 from titanlite.report.trackers.background import Background
 from titanlite.report.trackers.journal import Branch, Journal
+from titanlite.storage import local_path
 
 Numbers = Mapping[str, float]
 NOT_FINITE = ("nan", "inf", "-inf")  # strings in metrics.jsonl
@@ -102,6 +103,7 @@ class Tracker(Sink):
         """A function that opens the run in the tracker and sends what it lacks, which waits for the tracker.
         None: the tracker is disabled. Raises ConfigError for a library that is missing and for a setting that
         cannot work."""
+        folder = local_path(run.folder, f"sink {self.name}")
         try:
             client = self.client(run)
         except ImportError as e:
@@ -110,8 +112,8 @@ class Tracker(Sink):
                 f"'titanlite[{self.name}]'",
                 "metrics.sinks",
             ) from None
-        journal = run.folder / "trackers" / f"{self.name}.jsonl"
-        name = self.run_name or (client.run_name if client else "")
+        journal = folder / "trackers" / f"{self.name}.jsonl"
+        name = self.run_name or (client.run_name if client else "") or folder.absolute().name
         return partial(Delivery, client, run, name, journal) if client else None
 
 
@@ -123,7 +125,7 @@ class Delivery(Writer):
         """Number of records of metrics that were sent."""
         self.target = ""
         """Where the records go."""
-        self._client, self._run, self._name = client, run, name or run.folder.absolute().name
+        self._client, self._run, self._name = client, run, name
         self._journal = Journal(journal)
         self._last_step, self._settings = run.resumed_step, _settings(run.job)
         self._sample = (0, 0)  # step and index of the last one
@@ -166,7 +168,7 @@ class Delivery(Writer):
         if went_back and max(steps, default=0) > run.resumed_step:
             return branch.next_at(run.resumed_step)
         last_equal = 0
-        for step, values in metrics_of(run.folder, run.resumed_step):
+        for step, values in metrics_of(Path(run.folder), run.resumed_step):
             if self._differs(step, values):
                 return branch.next_at(last_equal)
             last_equal = step
@@ -217,9 +219,9 @@ class Delivery(Writer):
 
     def _catch_up(self) -> None:
         """Send the records in the run folder up to the last step that the tracker lacks."""
-        for step, values in metrics_of(self._run.folder, self._last_step):
+        for step, values in metrics_of(Path(self._run.folder), self._last_step):
             self._send_metrics(step, values)
-        for step, index, text in samples_of(self._run.folder, self._last_step):
+        for step, index, text in samples_of(Path(self._run.folder), self._last_step):
             self._send_sample(step, index, text)
 
     def _differs(self, step: int, values: Values) -> bool:

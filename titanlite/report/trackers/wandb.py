@@ -50,7 +50,7 @@ class WandB(Tracker, name="wandb"):
                 f"{run.folder / 'wandb'}; with a key, `titanlite metrics push {run.folder}` sends it"
             )
         options = {"project": self.project, "entity": self.entity, "group": self.group, "mode": mode}
-        client = WandBClient(run.folder, {key: value for key, value in options.items() if value})
+        client = WandBClient(Path(run.folder), {key: value for key, value in options.items() if value})
         client.run_name = settings.run_name or ""
         return client
 

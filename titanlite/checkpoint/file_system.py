@@ -1,0 +1,58 @@
+"""DCP's access to the files of a checkpoint, which goes through the storage of their path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import PurePath
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemBase
+
+from titanlite.checkpoint.digest import FileDigest, HashingFile
+from titanlite.storage import storage_of
+
+
+class HashingFileSystem(FileSystemBase):
+    """Reads files, and writes new ones: each is synced when it is complete, and `files` has its digest."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, FileDigest] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        if mode != "wb":
+            with storage_of(path).open(path) as stream:
+                yield stream
+            return
+        file = HashingFile(path)
+        try:
+            yield file
+            file.sync()
+        finally:
+            file.close()
+        self.files[path.name] = file.digest()
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        storage_of(path).rename(path, new_path)
+        self.files[new_path.name] = self.files.pop(path.name)
+
+    def init_path(self, path: Any) -> PurePath:
+        return path
+
+    def concat_path(self, path: Any, suffix: str) -> Any:
+        return path / suffix
+
+    def mkdir(self, path: Any) -> None:
+        storage_of(path).make_folder(path)
+
+    def exists(self, path: Any) -> bool:
+        return storage_of(path).exists(path)
+
+    def rm_file(self, path: Any) -> None:
+        storage_of(path).delete(path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True

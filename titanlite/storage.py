@@ -1,0 +1,325 @@
+"""Where a run keeps its files: checkpoints, metrics, samples and the records of its start.
+
+All of them are read and written through the storage of their path. A path is a PurePath, which cannot do I/O
+by itself: a pathlib.Path is on the local disk, and the path of another storage has that storage as its
+attribute `storage`. `job.dump_folder` chooses: the component named `scheme` makes the path of
+`scheme://...`."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from io import BufferedIOBase
+from pathlib import Path, PurePath
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
+
+from titanlite import files
+from titanlite.config.component import Component, ConfigError, suggest
+from titanlite.config.paths import check_writable
+from titanlite.log import logger
+
+P = TypeVar("P", bound=PurePath)
+SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
+
+
+class NewFile(Protocol):
+    """A file that is being written. It exists once `close` has returned."""
+
+    def write(self, data: bytes | memoryview, /) -> object: ...
+    def flush(self) -> None: ...
+
+    def sync(self) -> None:
+        """Return when what was written outlasts a power loss. Raises OSError if it may not."""
+
+    def close(self) -> None: ...
+
+
+class Lock(ABC):
+    """The lock at a path, which at most one process has. It is free again when that process ends."""
+
+    @abstractmethod
+    def try_take(self) -> bool:
+        """Whether this process has the lock now."""
+
+    @abstractmethod
+    def owner(self) -> str:
+        """The text that the process with the lock has written; empty if it has written none."""
+
+    @abstractmethod
+    def write_owner(self, text: str) -> None:
+        """Write a text for processes that want the lock, too. Raises OSError."""
+
+    @abstractmethod
+    def is_lost(self) -> bool:
+        """Whether the lock was removed while this process had it."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the lock back."""
+
+
+class FolderId(NamedTuple):
+    """Tells a folder from a copy of it. A move keeps `device` and `number`."""
+
+    path: str
+    device: int
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage(Component):
+    """The base class of storages. A folder is a name that paths begin with; a storage may have no folders
+    apart from that. Errors are OSErrors as those of the local disk: FileNotFoundError for a missing file,
+    FileExistsError for one that exists already."""
+
+    commit_rule: ClassVar[str]
+    """How a reader of a checkpoint knows that it is complete; written into its manifest. "rename": the folder
+    has its final name."""
+
+    @abstractmethod
+    def path(self, text: str) -> PurePath:
+        """The path that a text names, such as the value of job.dump_folder. `storage` is its attribute."""
+
+    @abstractmethod
+    def check_writable(self, folder: PurePath, key: str) -> None:
+        """Raises ConfigError if it is known that `folder` cannot be written to. Writes nothing. `key`: the
+        TOML key that names the folder."""
+
+    @abstractmethod
+    def exists(self, path: PurePath) -> bool:
+        """Whether there is a file or a folder."""
+
+    @abstractmethod
+    def is_folder(self, path: PurePath) -> bool:
+        """Whether there is a folder."""
+
+    @abstractmethod
+    def size(self, path: PurePath) -> int:
+        """The bytes of a file."""
+
+    @abstractmethod
+    def list(self, folder: P, pattern: str = "*") -> list[P]:
+        """The files and folders directly in a folder whose names match, in no order; none if there is no such
+        folder."""
+
+    @abstractmethod
+    def open(self, path: PurePath) -> BufferedIOBase:
+        """A file to read from, with `seek`. Several threads may each open the same file."""
+
+    def read(self, path: PurePath, start: int = 0, size: int = -1) -> bytes:
+        """`size` bytes of a file from the byte `start` on; fewer at its end. -1: all bytes to its end."""
+        with self.open(path) as file:
+            file.seek(start)
+            return file.read(size)
+
+    @abstractmethod
+    def create(self, path: PurePath) -> NewFile:
+        """A new file to write to, from one end to the other. Raises FileExistsError, here or when the file is
+        closed, if there is such a file."""
+
+    @abstractmethod
+    def put(self, path: PurePath, data: bytes) -> None:
+        """Create or replace a small file. After a kill or a power loss it has the old or the new content.
+        Only one process may write to `path` at a time."""
+
+    @abstractmethod
+    def append(self, path: PurePath, data: bytes) -> None:
+        """Append to a file all of `data` or, if the storage is full, nothing. Creates a missing file."""
+
+    @abstractmethod
+    def rename(self, path: PurePath, target: PurePath) -> None:
+        """Rename a file, or a folder to a name that nothing has, at once. Raises OSError if `target` is a
+        folder."""
+
+    @abstractmethod
+    def delete(self, path: PurePath) -> None:
+        """Delete a file, or a folder and as much of its content as possible. A missing one is no error."""
+
+    @abstractmethod
+    def make_folder(self, path: PurePath) -> None:
+        """Make a folder and its missing parents, so that they outlast a power loss."""
+
+    @abstractmethod
+    def sync(self, path: PurePath) -> None:
+        """Return when the names in a folder outlast a power loss."""
+
+    @abstractmethod
+    def free_bytes(self, folder: PurePath) -> int | None:
+        """The bytes that can still be written, or None if the storage knows no limit."""
+
+    @abstractmethod
+    def lock(self, path: PurePath) -> Lock:
+        """The lock at a path, not taken yet. Raises OSError if nothing can be written there."""
+
+    @abstractmethod
+    def folder_id(self, folder: PurePath) -> FolderId:
+        """Tells an existing folder from a copy of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalDisk(Storage, name="file"):
+    """The disks of this machine, and file systems that several machines share."""
+
+    commit_rule: ClassVar[str] = "rename"
+
+    def path(self, text: str) -> Path:
+        return Path(text.removeprefix("file://"))
+
+    def check_writable(self, folder: PurePath, key: str) -> None:
+        check_writable(Path(folder), key)
+
+    def exists(self, path: PurePath) -> bool:
+        return Path(path).exists()  # unlike os.path.exists, it raises for a file system that does not answer
+
+    def is_folder(self, path: PurePath) -> bool:
+        return Path(path).is_dir()
+
+    def size(self, path: PurePath) -> int:
+        return os.stat(path).st_size
+
+    def list(self, folder: P, pattern: str = "*") -> list[P]:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return [folder / name for name in os.listdir(folder) if fnmatchcase(name, pattern)]
+        return []
+
+    def open(self, path: PurePath) -> BufferedIOBase:
+        return files.open_regular(Path(path))
+
+    def create(self, path: PurePath) -> NewFile:
+        return _NewLocalFile(path)
+
+    def put(self, path: PurePath, data: bytes) -> None:
+        files.write_atomically(Path(path), data)
+
+    def append(self, path: PurePath, data: bytes) -> None:
+        # `cp -rl` copies a run folder as hard links, and the copy must not get the records of this run.
+        if os.path.exists(path) and os.stat(path).st_nlink > 1:
+            self.put(path, self.read(path))
+        with open(path, "ab") as file, files.named(Path(path)):
+            end, written = file.tell(), 0
+            try:
+                while written < len(data):
+                    written += os.write(file.fileno(), data[written:])
+            except OSError:
+                file.truncate(end)
+                raise
+
+    def rename(self, path: PurePath, target: PurePath) -> None:
+        os.rename(path, target)
+
+    def delete(self, path: PurePath) -> None:
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            Path(path).unlink(missing_ok=True)
+
+    def make_folder(self, path: PurePath) -> None:
+        files.make_folder(Path(path))
+
+    def sync(self, path: PurePath) -> None:
+        files.sync(Path(path))
+
+    def free_bytes(self, folder: PurePath) -> int:
+        disk = os.statvfs(folder)
+        return disk.f_bavail * disk.f_frsize
+
+    def lock(self, path: PurePath) -> Lock:
+        return _RecordLock(path)
+
+    def folder_id(self, folder: PurePath) -> FolderId:
+        status = os.stat(folder)
+        return FolderId(os.path.realpath(folder), status.st_dev, status.st_ino)
+
+
+class _NewLocalFile:
+    """A new file, which is never an existing one."""
+
+    def __init__(self, path: PurePath):
+        self._file = open(path, "xb")  # noqa: SIM115 -- the caller closes it
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def sync(self) -> None:
+        self._file.flush()  # Python's buffer, which fsync does not know
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _RecordLock(Lock):
+    """A POSIX record lock. The system releases it however the process ends, child processes do not inherit
+    it, and it works on NFS."""
+
+    def __init__(self, path: PurePath):
+        self._path = path
+        self._file = open(path, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115
+
+    def try_take(self) -> bool:
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            if e.errno in (errno.EACCES, errno.EAGAIN):
+                return False
+            logger.warning(  # a file system without locks
+                f"{self._path} cannot be locked ({e}): make sure that no second run uses this folder"
+            )
+        return True
+
+    def owner(self) -> str:
+        self._file.seek(0)
+        return self._file.read().strip()
+
+    def write_owner(self, text: str) -> None:
+        self._file.truncate(0)
+        self._file.write(f"{text}\n")
+        self._file.flush()
+
+    def is_lost(self) -> bool:
+        return not os.fstat(self._file.fileno()).st_nlink
+
+    def release(self) -> None:
+        with suppress(OSError):  # a full disk; the file is closed all the same
+            self._file.close()
+
+
+LOCAL = LocalDisk()
+
+
+def storage_of(path: PurePath) -> Storage:
+    """The storage of a path."""
+    storage: Storage = getattr(path, "storage", LOCAL)
+    return storage
+
+
+def parse_path(text: str, key: str | None = None) -> PurePath:
+    """The path that a text names, such as the value of the TOML key `key`. Raises ConfigError for a scheme
+    that no storage has."""
+    scheme = match[1] if (match := SCHEME.match(text)) else None
+    if scheme is None:
+        return Path(text)
+    if scheme not in Storage.choices:
+        known = suggest(scheme, Storage.choices)
+        raise ConfigError(f"{text}: there is no storage for {scheme}:// paths{known}", key)
+    storage = Storage.choices[scheme]()
+    assert isinstance(storage, Storage)
+    return storage.path(text)
+
+
+def local_path(path: PurePath, purpose: str) -> Path:
+    """A path on the local disk as it is. Raises ConfigError for any other path; `purpose` names its user in
+    the message, such as "titanlite report"."""
+    if isinstance(path, Path):
+        return path
+    raise ConfigError(f"{path}: {purpose} needs a folder on a local disk")
