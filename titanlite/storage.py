@@ -30,15 +30,19 @@ SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
 
 
 class NewFile(Protocol):
-    """A file that is being written. It exists once `close` has returned."""
+    """A file that is being written. Either `close` or `abort` is called at its end."""
 
-    def write(self, data: bytes | memoryview, /) -> object: ...
-    def flush(self) -> None: ...
+    def write(self, data: bytes | memoryview, /) -> object:
+        """Append all of `data`."""
 
-    def sync(self) -> None:
-        """Return when what was written outlasts a power loss. Raises OSError if it may not."""
+    def flush(self) -> None:
+        """Hand over what was written so far."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Complete the file. Returns when it outlasts a power loss; raises OSError if it may not."""
+
+    def abort(self) -> None:
+        """Give up: the file may be missing afterwards, or there in part."""
 
 
 class Lock(ABC):
@@ -250,12 +254,14 @@ class _NewLocalFile:
     def flush(self) -> None:
         self._file.flush()
 
-    def sync(self) -> None:
-        self._file.flush()  # Python's buffer, which fsync does not know
-        os.fsync(self._file.fileno())
-
     def close(self) -> None:
-        self._file.close()
+        with self._file:
+            self._file.flush()  # Python's buffer, which fsync does not know
+            os.fsync(self._file.fileno())
+
+    def abort(self) -> None:
+        with suppress(OSError):  # a full disk; the file is closed all the same
+            self._file.close()
 
 
 class _RecordLock(Lock):

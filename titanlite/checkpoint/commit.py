@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypedDict
 
 from titanlite.checkpoint.digest import FileDigest, gib, write_file
 from titanlite.storage import P, storage_of
@@ -32,6 +32,38 @@ class CheckpointError(RuntimeError):
 
 class Damaged(CheckpointError):
     """A checkpoint is not as it was written. The message is the reason, without the checkpoint's path."""
+
+
+class FileEntry(TypedDict, total=False):
+    """A manifest's record of one file: its bytes and SHA-256, always."""
+
+    size: int
+    sha256: str
+    tag: str
+    """The version of the object that holds the file, on a storage that tags versions."""
+
+
+class Manifest(TypedDict, total=False):
+    """The content of manifest.json. A reader ignores fields that it does not know. `tag`, `digest` and `bits`
+    are reserved: no version writes them yet."""
+
+    format: int
+    step: int
+    commit: str
+    """The rule that made the checkpoint exist: Storage.commit_rule of the storage that it was saved on."""
+    files: dict[str, FileEntry]
+    saved_at: str
+    titanlite: str
+    torch: str
+    ranks: int
+    """The number of ranks that wrote the shards."""
+    resumed_from: int | None
+    digest: str
+    """SHA-256 of all weights, which does not depend on the layout."""
+    bits: dict[str, Any]
+    """The conditions under which another run computes the same bits."""
+    sha256: str
+    """The SHA-256 of the manifest without this field."""
 
 
 MANIFEST = "manifest.json"
@@ -122,11 +154,11 @@ def complete(
     write_file(folder / MANIFEST, manifest_text(manifest).encode())
 
 
-def read_manifest(path: PurePath) -> dict[str, Any]:
+def read_manifest(path: PurePath) -> Manifest:
     """The manifest of the checkpoint at `path`. Raises Damaged, or CheckpointError if another version of
     titanlite wrote it."""
     try:
-        manifest = json.loads(storage_of(path).read(path / MANIFEST))
+        manifest: Manifest = json.loads(storage_of(path).read(path / MANIFEST))
         if manifest.get("sha256") != _own_sha256(manifest):
             raise Damaged("its manifest cannot be trusted: its own SHA-256 differs")
     except FileNotFoundError:
@@ -141,17 +173,17 @@ def read_manifest(path: PurePath) -> dict[str, Any]:
     return manifest
 
 
-def digests(manifest: dict[str, Any]) -> dict[str, FileDigest]:
+def digests(manifest: Manifest) -> dict[str, FileDigest]:
     """The size and SHA-256 of every file that a manifest names."""
     return {name: FileDigest(entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
 
 
-def total_size(manifest: dict[str, Any]) -> int:
+def total_size(manifest: Manifest) -> int:
     """Bytes of all files that a manifest names."""
     return sum(entry["size"] for entry in manifest["files"].values())
 
 
-def check(path: PurePath, step: int | None = None) -> dict[str, Any]:
+def check(path: PurePath, step: int | None = None) -> Manifest:
     """The manifest of the committed checkpoint at `path`, whose step and files are compared with it: the
     presence and the size of each file; digest.first_fault and read_file check contents. Raises Damaged,
     CheckpointError for another checkpoint format, OSError for a disk that does not answer."""
@@ -179,7 +211,7 @@ def fault(path: PurePath, step: int | None = None) -> str | None:
     return None
 
 
-def read_file(path: PurePath, name: str, manifest: dict[str, Any]) -> bytes:
+def read_file(path: PurePath, name: str, manifest: Manifest) -> bytes:
     """The content of a small file of the checkpoint at `path`. Raises Damaged unless its hash is right."""
     try:
         data = storage_of(path).read(path / name)
@@ -281,11 +313,11 @@ def clean(folder: PurePath, names: str = "*") -> None:
             disk.delete(path)
 
 
-def _own_sha256(manifest: dict[str, Any]) -> str:
+def _own_sha256(manifest: Mapping[str, Any]) -> str:
     values = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def manifest_text(manifest: dict[str, Any]) -> str:
+def manifest_text(manifest: Mapping[str, Any]) -> str:
     """The text of a manifest file, which includes the SHA-256 of the manifest itself."""
     return json.dumps({**manifest, "sha256": _own_sha256(manifest)}, indent=1) + "\n"

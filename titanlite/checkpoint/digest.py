@@ -8,9 +8,9 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import contextmanager
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -46,23 +46,35 @@ class HashingFile:
     def flush(self) -> None:
         self._file.flush()
 
-    def sync(self) -> None:
-        """Return when what was written outlasts a power loss."""
-        self._file.sync()
-
     def close(self) -> None:
+        """Complete the file. Returns when it outlasts a power loss."""
         self._file.close()
+
+    def abort(self) -> None:
+        """Give up the file, which may be there in part."""
+        self._file.abort()
 
     def digest(self) -> FileDigest:
         """The digest of the content so far."""
         return FileDigest(self.size, self._sha.hexdigest())
 
 
+@contextmanager
+def new_file(path: PurePath) -> Iterator[HashingFile]:
+    """A new file that the body writes, and that is complete when the body ends without an error."""
+    file = HashingFile(path)
+    try:
+        yield file
+    except BaseException:
+        file.abort()
+        raise
+    file.close()
+
+
 def write_file(path: PurePath, data: bytes) -> FileDigest:
-    """Write a new file and sync it to disk."""
-    with closing(HashingFile(path)) as file:
+    """Write a new file, which outlasts a power loss."""
+    with new_file(path) as file:
         file.write(data)
-        file.sync()
     return file.digest()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 
-from titanlite.checkpoint.digest import FileDigest, HashingFile
+from titanlite.checkpoint.digest import FileDigest, new_file
 from titanlite.storage import storage_of
 
 
@@ -26,12 +26,8 @@ class HashingFileSystem(FileSystemBase):
             with storage_of(path).open(path) as stream:
                 yield stream
             return
-        file = HashingFile(path)
-        try:
+        with new_file(path) as file:
             yield file
-            file.sync()
-        finally:
-            file.close()
         self.files[path.name] = file.digest()
 
     def rename(self, path: Any, new_path: Any) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.futures import Future
 
-from titanlite.checkpoint.commit import CheckpointError, read_file
+from titanlite.checkpoint.commit import CheckpointError, Manifest, read_file
 from titanlite.checkpoint.file_system import HashingFileSystem
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.state import Tensors, flattened, listed
@@ -61,7 +61,7 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_metadata(path: PurePath, manifest: dict[str, Any] | None = None) -> Metadata:
+def read_metadata(path: PurePath, manifest: Manifest | None = None) -> Metadata:
     """Read DCP's `.metadata` of the checkpoint at `path`, without executing code from the file. `manifest`:
     of the checkpoint, whose hash is checked. Raises Damaged if it differs, CheckpointError for a file that
     DCP has not written, or that names files outside the checkpoint."""
@@ -123,7 +123,7 @@ def load_tensors(
     ranks: Ranks | None = None,
     other_optimizer: bool = False,
     optional: Collection[str] = (),
-    manifest: dict[str, Any] | None = None,
+    manifest: Manifest | None = None,
 ) -> set[str]:
     """Load `{"model": {name: tensor}, ...}` in place from the checkpoint at `path`. Returns the names of the
     checkpoint's sections. Collective over `ranks`; None loads whole tensors in this process.

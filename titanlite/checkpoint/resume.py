@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.commit import SHARD_SUFFIX, CheckpointError
+from titanlite.checkpoint.commit import SHARD_SUFFIX, CheckpointError, Manifest
 from titanlite.checkpoint.digest import FileDigest, first_fault, write_file
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.state import AVERAGED_FROM, TRAIN, read_train
@@ -28,7 +28,7 @@ class Candidate(NamedTuple):
 
     step: int
     path: PurePath
-    manifest: dict[str, Any]
+    manifest: Manifest
     train: dict[str, Any]
     job_toml: str
 
@@ -132,7 +132,7 @@ class Verification:
     Each file is hashed by one rank. If as many ranks load as have saved, a rank hashes the files that
     it wrote, because it reads those anyway."""
 
-    def __init__(self, path: PurePath, manifest: dict[str, Any], ranks: Ranks):
+    def __init__(self, path: PurePath, manifest: Manifest, ranks: Ranks):
         self._path, self._manifest, self._ranks = path, manifest, ranks
         self._thread = ThreadPoolExecutor(1, "verification")
         self._fault = self._thread.submit(self._first_fault)

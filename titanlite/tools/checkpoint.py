@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _list(paths: list[Path]) -> int:
     checkpoints = checkpoints_below(paths[0])
-    folder, found = checkpoints[0][1].parent, dict[Path, dict[str, Any] | commit.Damaged]()
+    folder, found = checkpoints[0][1].parent, dict[Path, commit.Manifest | commit.Damaged]()
     for step, path in checkpoints:
         try:
             found[path] = commit.check(path, step)

@@ -472,3 +472,17 @@ def test_the_room_that_is_missing_is_that_which_is_needed(
     with pytest.raises(CheckpointError, match=r"needs 105\.0 MiB, and .* has 102\.0 MiB free"):
         commit.check_space(tmp_path, 100 << 20)
     commit.check_space(tmp_path, 97 << 20)
+
+
+def test_fields_of_a_manifest_that_a_reader_does_not_know_are_ignored(tmp_path: Path) -> None:
+    """Another storage and a later version may write more of them."""
+    path = make(tmp_path, 3)
+    manifest: dict[str, Any] = {**commit.read_manifest(path)}
+    assert manifest["commit"] == "rename"
+    manifest |= {"commit": "object", "digest": "ab", "bits": {"torch": "2.13"}, "later": 1}
+    for entry in manifest["files"].values():
+        entry["tag"] = "an e-tag"
+    (path / commit.MANIFEST).write_text(commit.manifest_text(manifest))
+    assert commit.check(path, 3)["files"] == manifest["files"]
+    assert digest.first_fault(path, commit.digests(commit.read_manifest(path))) is None
+    assert [step for step, _ in commit.list_committed(tmp_path)] == [3]

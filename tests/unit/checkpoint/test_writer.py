@@ -22,7 +22,6 @@ from torch.distributed.fsdp import fully_shard
 from tests.support.checkpoints import Toy, names, open_run, save_steps
 from titanlite.checkpoint import commit, saver, writer
 from titanlite.checkpoint.commit import CheckpointError
-from titanlite.checkpoint.digest import HashingFile
 from titanlite.checkpoint.writer import ShardWriter
 
 SEVERAL = 4096  # bytes per file, so that a few thousand numbers make several files
@@ -171,10 +170,10 @@ def test_an_error_in_one_of_the_threads_fails_the_save(
 
 
 def test_an_error_at_the_last_flush_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(self: HashingFile) -> None:
+    def failing(fd: int) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(HashingFile, "sync", failing)
+    monkeypatch.setattr(os, "fsync", failing)
     with pytest.raises(CheckpointException, match="Input/output error"):
         write(tmp_path / "c", some_tensors())
     assert not (tmp_path / "c/.metadata").exists()
