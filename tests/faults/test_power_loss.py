@@ -28,6 +28,7 @@ from titanlite.checkpoint.digest import digest_file
 from titanlite.checkpoint.state import read_train
 from titanlite.files import sync
 from titanlite.log import logger
+from titanlite.storage import LocalDisk
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="holds files by O_PATH")
 LAST = 4  # last step of the recorded runs
@@ -303,13 +304,13 @@ def test_control_a_missing_sync_is_found(tmp_path: Path, unsynced: str, message:
 
 
 def test_control_a_rename_before_the_sync_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(path: Path) -> None:
+    def late(disk: LocalDisk, path: Path) -> None:
         if not path.name.startswith(".partial-"):
             for _, step in commit.list_committed(path):
                 sync(step)
             sync(path)
 
-    monkeypatch.setattr(commit, "sync", late)
+    monkeypatch.setattr(LocalDisk, "sync", late)
     assert_found(record_saves(tmp_path / "root", last=1), tmp_path, "is missing|manifest")
 
 

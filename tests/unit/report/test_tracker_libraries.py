@@ -18,7 +18,6 @@ import pytest
 
 from tests.support.jobs import ROOT, make_job, tiny_arguments
 from tests.support.trackers import RUN_ID, deliver, real, run_info, values
-from titanlite.checkpoint.lock import FolderLock
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.metrics.sinks.base import RunInfo
@@ -373,6 +372,8 @@ def test_push_refuses_a_run_that_is_training(
     job = make_job(tmp_path, corpus)
     job.folder.mkdir()
     (job.folder / "job.toml").write_text(toml.dump(job))
-    monkeypatch.setattr(FolderLock, "_try", lambda *_: False)  # as if another process had it
+    monkeypatch.setattr(
+        "titanlite.storage._RecordLock.try_take", lambda *_: False
+    )  # as if another process had it
     with pytest.raises(ConfigError, match="run is in use by another process"):
         push.main(["push", str(job.folder), "--metrics.sinks=[{name = 'wandb'}]"])
