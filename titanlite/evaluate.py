@@ -29,16 +29,15 @@ from titanlite.tokenizers.base import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Validation on data.validation_sources, or on the sequences that data.holdout_sequences keeps from
-    training, and on tasks."""
+    """Validation on data.validation_sources, or on the sequences of data.holdout_sequences, and on tasks."""
 
     enable: bool = False
     """Validate during training and after the last step."""
     freq: Interval = 500
     """Steps between validations."""
     steps: int = -1
-    """Batches of global_batch_size sequences to validate on; -1: all held-out sequences. The sources share
-    them in proportion to their weights if these differ, otherwise to their sizes."""
+    """Batches of global_batch_size sequences; -1: all held-out sequences. Sources share them by weight if
+    weights differ, else by size."""
     tasks: list[Task] = field(default_factory=list)
     """Tasks to score in each validation, one `[[validation.tasks]]` table each."""
 

@@ -30,21 +30,18 @@ from titanlite.step_clock import StepClock
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Which metrics are reported, where and how often. The console, metrics.jsonl, events.jsonl and
-    samples.txt always get them; `[[metrics.sinks]]` tables name more sinks, each at most once.
-    `[[metrics.extra]]` tables add metrics from outside the package.
-    """
+    """Which metrics are reported, and where. Console, metrics.jsonl, events.jsonl and samples.txt always get
+    them; `[[metrics.sinks]]` adds sinks, each at most once, `[[metrics.extra]]` metrics from outside the
+    package."""
 
     log_freq: Interval = 10
     """Steps between reports. The first and the last step always report."""
     detail_freq: Interval = 100
-    """Steps between detailed reports, which cost more: norms of every parameter, statistics of the tokens'
-    losses, a breakdown of the step's time, the state of the hardware. The first and the last step of the run
-    have them, too; 0: none."""
+    """Steps between detailed reports, which cost more: norms of every parameter, token losses, step times,
+    hardware. 0: none; otherwise also at the run's first and last step."""
     probe_freq: Interval = 0
-    """Steps between probes: an additional forward of the first micro-batch that measures the residual stream,
-    attention and dead MLP units of each block, into metrics and probe.jsonl. The first and the last step of
-    the run have one, too; 0: none."""
+    """Steps between probes of residual stream, attention and dead MLP units of each block, by an additional
+    forward. 0: none; otherwise also at the run's first and last step."""
     extra: list[Metric] = field(default_factory=list)
     """Metrics from outside the package, one `[[metrics.extra]]` table each, measured in every report."""
     sinks: list[Sink] = field(default_factory=lambda: [TensorBoard()])
