@@ -83,17 +83,17 @@ def validate(
     None: no bits per byte. Collective.
 
     Metrics:
-        eval/loss (nats per token): mean loss over the held-out sequences; with weights of validation sources
-            that differ, the mean of the sources' losses by weight
+        eval/loss (nats per token): mean loss over the held-out sequences; if weights of validation sources
+            differ, the mean of the sources' losses by weight
         eval/perplexity: exp(`eval/loss`)
-        eval/bits_per_byte (bits per byte): the loss per byte of text ([below](#validation-by-source)); with
-            such weights, the mean of the sources' values by weight
+        eval/bits_per_byte (bits per byte): the loss per byte of text ([below](#validation-by-source)), by
+            weight in the same way
         eval/NAME/loss, eval/NAME/perplexity, eval/NAME/bits_per_byte: with several sources: the same of each
-            source ([below](#validation-by-source))
-        eval/ema_loss, eval/ema_perplexity: with `[ema]`: the same with the
-            [average of the weights](optimizers.md#averages-of-weights)
-        eval/tokens (tokens): number of targets of the validation that count
-        eval/sequences (sequences): number of sequences of the validation
+            ([below](#validation-by-source))
+        eval/ema_loss, eval/ema_perplexity: with `[ema]`: the same of the [average of the
+            weights](optimizers.md#averages-of-weights)
+        eval/tokens (tokens): targets of the validation that count
+        eval/sequences (sequences): sequences of the validation
     """
     held_out = sequences.for_validation
     ranges = held_out.ranges(num_sequences)

@@ -110,20 +110,20 @@ class Meter:
 
     Metrics:
         throughput/tokens_per_second (tokens/s): positions computed, padding included, over all ranks
-        throughput/tokens_per_second_per_device (tokens/s per GPU): the same, divided by the number of ranks
-        throughput/tflops (TFLOP/s per GPU): model FLOPs: 6 per parameter and token, and attention;
-            recomputation is not counted. All parameters count except an embedding that is only looked up,
-            norm weights too. With `[lora]`, a frozen parameter has 4; that includes the gradient of the first
-            block's input, which is not computed
+        throughput/tokens_per_second_per_device (tokens/s per GPU): the same per rank
+        throughput/tflops (TFLOP/s per GPU): model FLOPs: 6 per parameter and token, and attention, without
+            recomputation. All parameters count but an embedding that is only looked up. With `[lora]`, a
+            frozen parameter has 4; that includes the gradient of the first block's input, which is not
+            computed
         throughput/mfu (share): model FLOPs relative to the device's dense bf16 peak; absent for an unknown
             device and in float32
         time/step_s (s): mean time of a step
-        time/data_wait_pct (%): share of the time in which rank 0 waited for its next batch
-        time/to_first_step_s (s): from the start of the set-up to the end of the first step; reported once
-        memory/peak_allocated_gib (GiB): peak memory of tensors on rank 0's GPU
-        memory/peak_reserved_gib (GiB): peak memory that torch had reserved on it: this has to fit
+        time/data_wait_pct (%): time in which rank 0 waited for its next batch
+        time/to_first_step_s (s): from the start of the set-up to the end of the first step; once
+        memory/peak_allocated_gib (GiB): peak of tensors on rank 0's GPU
+        memory/peak_reserved_gib (GiB): peak that torch reserved on it: this has to fit
         memory/max_allocated_gib, memory/max_reserved_gib (GiB): with several GPUs: the same of the GPU that
-            has most, for example the GPU of the first pipeline stage
+            has most
     """
 
     device: torch.device
@@ -156,13 +156,13 @@ class Meter:
         """Keeps the body's time out of the step time and reports it, in seconds, under `key`.
 
         Metrics:
-            time/validation_s (s): time of validation on sequences
-            time/tasks_s (s): time of scoring the tasks
-            time/generation_s (s): time of samples
-            time/probe_s (s): time of [probes](#the-probe)
-            time/rewind_s (s): time of a rewind after a spike ([numerics.md](numerics.md#rewinds))
-            time/profiling_s (s): time of writing profiles
-            checkpoint/stall_s (s): time that a save held up training
+            time/validation_s (s): validation on sequences
+            time/tasks_s (s): scoring of tasks
+            time/generation_s (s): samples
+            time/probe_s (s): [probes](#the-probe)
+            time/rewind_s (s): a rewind after a spike ([numerics.md](numerics.md#rewinds))
+            time/profiling_s (s): writing of profiles
+            checkpoint/stall_s (s): pause of training for a save
         """
         self.synchronize()  # work of the steps that is still queued on the device counts as theirs
         began = time.perf_counter()
