@@ -100,8 +100,8 @@ class Parallelism:
     parallel, or if the run is estimated to fit the GPU with them (without an estimate: if they take at most
     5% of its memory). The start log has the decision."""
     fsdp_reduce: Literal["step", "micro_batch"] = "step"
-    """Sum gradients over ranks once per `step`, which is faster, but a rank keeps gradients of the whole
-    model while micro-batches accumulate; or after each `micro_batch`, where it keeps its shard."""
+    """Sum gradients over ranks once per `step`: faster, but a rank keeps gradients of the whole model while
+    micro-batches accumulate; or after each `micro_batch`: it keeps its shard."""
     fsdp_symmetric_memory: bool = False
     """Run FSDP's collectives in NCCL's symmetric memory; CUDA with torch 2.13 or newer. Unmeasured
     (docs/performance.md)."""

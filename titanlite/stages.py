@@ -35,8 +35,8 @@ class Stage:
     name: str = ""
     """Name in the log, such as "decay"."""
     weights: Any = None
-    """Weights of the sources: a list in the order of data.sources, or a table by their names in the metrics,
-    `{ "web" = 3, "code" = 1 }`. A source with weight 0, or left out of the table, is not read."""
+    """Weights of the sources: a list in the order of data.sources, or a table by names, `{ "web" = 3, "code"
+    = 1 }`. Sources with weight 0, or not in the table, are not read."""
     global_batch_size: int | None = None
     """Sequences of training.seq_len tokens per optimizer step; training.batch_ramp does not apply."""
     seq_len: int | None = None

@@ -30,11 +30,11 @@ class Checkpoint:
     keep_every_n_steps: MultipleOfInterval = 0
     """Also keep steps that are multiples of this; 0: none."""
     load_step: int = -1
-    """Step to go back to, once: later checkpoints move to `archived-<n>/`, and the next start with the same
-    value resumes from the newest since. -1: resume from the newest."""
+    """Step to go back to, once: the next start with the same value resumes from the newest checkpoint since.
+    Later checkpoints move to `archived-<n>/`. -1: the newest."""
     restart: bool = False
-    """Start at step 1 in a folder that holds a run, once: its checkpoints move to `archived-<n>/`, its
-    metrics to `*.superseded.*`, and the next start with the same arguments resumes from the newest since."""
+    """Start at step 1 in a folder that holds a run, once, as with load_step. Checkpoints move to
+    `archived-<n>/`, metrics to `*.superseded.*`."""
     initial_load_path: PathText = ""
     """Weights of a new run: a Hugging Face model, a titanlite checkpoint or run, a torchtitan DCP checkpoint,
     or Meta's `consolidated.*.pth`. A resume reads it only with adapters ([lora])."""

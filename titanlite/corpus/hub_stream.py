@@ -16,8 +16,8 @@ from titanlite.data.stream_source import Document, DocumentStream
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(HubSplit, DocumentStream, name="huggingface"):
-    """A dataset of the Hugging Face hub in streaming mode, in any format of the `datasets` library, such as
-    Parquet, JSON, CSV, Arrow and WebDataset's .tar."""
+    """A dataset of the Hugging Face hub in streaming mode, in any format that the `datasets` library
+    streams."""
 
     path: PathText
     """Name on the hub, or directory of a dataset's files."""

@@ -41,7 +41,7 @@ class Limits:
     """Largest document (line, row or file, uncompressed) in MiB; a larger one is bad input. Reading takes
     several times this memory."""
     max_compression_ratio: int = 100
-    """Stop at a .gz or .zst file with over 256 MiB of content and over this many times its size."""
+    """Stop at a .gz or .zst file of over 256 MiB uncompressed and over this many times its size."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_document_mib", "max_compression_ratio")

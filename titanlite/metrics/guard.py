@@ -37,15 +37,15 @@ class Guard:
     """Skip the update of a step whose loss or gradient norm is not finite; its sequences count as consumed.
     false: such a step ends the run with exit code 4, before its update."""
     skip_sigma: float = 0.0
-    """Also skip outliers: steps whose loss or logarithm of the gradient norm is more than this many standard
-    deviations above the median of accepted steps. 6 skips almost no normal step. 0: off."""
+    """Also skip outliers: loss or logarithm of the gradient norm more than this many standard deviations
+    above the median of accepted steps. 6 skips almost no normal step. 0: off."""
     window: int = 128
     """Newest accepted steps that skip_sigma compares with."""
     min_window: int = 64
     """Accepted steps before skip_sigma applies."""
     max_consecutive: int = 8
     """Steps in a row that are not finite, after which the run ends with exit code 4. After as many outliers
-    in a row the next step is applied, and comparisons begin with it."""
+    in a row, the next step is applied."""
     on_spike: Literal["log", "stop", "rewind"] = "log"
     """Reaction to a spike, a loss that rises and stays up. `log`: tell the log and the sinks. `stop`: also
     end the run with exit code 4, and name the checkpoint to go back to. `rewind`: go back without a restart,

@@ -21,8 +21,8 @@ from titanlite.optim.orthogonalize import Coefficients, coefficients_of, num_flo
 @dataclass(frozen=True, kw_only=True)
 class Muon(AdamWKeys, name="muon"):
     """Muon: the update of a matrix is its momentum with all singular values set to about 1. The rule `muon`
-    has the matrices of the blocks, each expert's projections by themselves; the rule `adamw` has all other
-    parameters, with beta1, beta2, eps and state_dtype. `rule` in param_groups changes the choice."""
+    has the matrices of the blocks, each expert's projections one by one; all other parameters have the rule
+    `adamw`, with beta1, beta2, eps and state_dtype. `rule` in param_groups changes the choice."""
 
     rules: ClassVar[tuple[str, ...]] = ("muon", "adamw")
 

@@ -56,8 +56,7 @@ class Training:
     seed: int = 0
     """Seed of initial weights and data order."""
     deterministic: bool = False
-    """Use deterministic kernels, and let torch.compile choose kernels without timing them: reruns on the same
-    layout are bit-identical, at some cost in speed."""
+    """Use deterministic kernels: reruns on the same layout are bit-identical, at some cost in speed."""
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
     """dtype of forward and backward; the optimizer's weights are float32. `auto`: bfloat16 on CUDA, else
     float32."""
