@@ -116,8 +116,8 @@ class CrossEntropy(Loss, name="cross_entropy"):
     """Cross-entropy over the full logits, in fp32. Targets of -100 do not count."""
 
     z_loss_multiplier: float = 0.0
-    """Weight of the z-loss, the mean of log(sum(exp(logits)))^2 (PaLM: 1e-4). It is minimised with the loss
-    and logged as train/z_loss; train/loss and validation leave it out."""
+    """Weight of the z-loss, the mean of log(sum(exp(logits)))^2 (PaLM: 1e-4): minimised, and logged as
+    train/z_loss, but not part of train/loss and validation."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.z_loss_multiplier < math.inf:

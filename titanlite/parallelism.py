@@ -67,9 +67,9 @@ class Parallelism:
     """Ranks over which each layer's weights are sharded and, between layers, the tokens (sequence
     parallel)."""
     enable_async_tensor_parallel: bool = False
-    """Split the matrix products next to tensor parallel's collectives into chunks, each sent while the next
-    is computed. Needs compile.enable with inductor, and each tensor-parallel group on one machine. Losses
-    differ in their last digits. No effect on a CPU."""
+    """Send chunks of tensor parallel's matrix products while the next are computed. Needs compile.enable with
+    inductor, and each tensor-parallel group on one machine. Losses differ in their last digits. No effect on
+    a CPU."""
     pipeline_parallel_degree: int = 1
     """Groups of ranks over which the blocks are partitioned as pipeline stages. Its micro-batches are the
     accumulation steps."""
@@ -87,18 +87,16 @@ class Parallelism:
     pipeline_parallel_split_points: list[str] = field(default_factory=list)
     """First block of each stage after the first, such as `["layers.3", "layers.6"]`. Empty: an even split."""
     expert_parallel_degree: int = 1
-    """Ranks over which the experts of each layer are partitioned, among the ranks of
-    data_parallel_shard_degree x context_parallel_degree x tensor_parallel_degree; the rest shards each expert
-    (FSDP). Must divide that product and the number of experts."""
+    """Ranks over which each layer's experts are partitioned, of the data_parallel_shard_degree x
+    context_parallel_degree x tensor_parallel_degree ranks; FSDP shards over the rest. Must divide their
+    number and the number of experts."""
     expert_parallel_comm_backend: Literal["default", "all_to_all", "gather"] = "default"
-    """`all_to_all`: a rank sends a copy of a token per expert that it goes to. `gather`: ranks gather all
-    tokens and send back sums: fewer bytes at a small degree. `default`: `gather` up to a degree of the
-    experts per token, else `all_to_all`."""
+    """`all_to_all`: send a token's copies to the ranks of its experts. `gather`: gather all tokens on each
+    rank. `default`: `gather` up to a degree of the experts per token, which sends fewer bytes there."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """`always`: free gathered parameters after the forward and gather them again for the backward, except the
     last block's and the head's. `never`: keep them. `default`: keep them with one shard, under pipeline
-    parallel, or if the run is estimated to fit the GPU with them (without an estimate: if they take at most
-    5% of its memory). The start log has the decision."""
+    parallel, or if the run is estimated to fit with them; the start log has the reason."""
     fsdp_reduce: Literal["step", "micro_batch"] = "step"
     """Sum gradients over ranks once per `step`: faster, but a rank keeps gradients of the whole model while
     micro-batches accumulate; or after each `micro_batch`: it keeps its shard."""

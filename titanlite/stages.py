@@ -29,19 +29,18 @@ class Stage:
     """A stage of a run. Keys that are not set have the values of [training], [data] and [lr_scheduler]."""
 
     until: str
-    """Where the stage ends, counted from the start of the run: "4B tokens", "1.5 epochs" (of all sources),
-    "20 tokens/parameter" or "1000000 sequences"; the last stage: "end". A step belongs to the stage of its
-    first sequence."""
+    """End of the stage, counted from the start of the run: "4B tokens", "1.5 epochs" (of all sources), "20
+    tokens/parameter" or "1000000 sequences"; the last stage: "end"."""
     name: str = ""
     """Name in the log, such as "decay"."""
     weights: Any = None
-    """Weights of the sources: a list in the order of data.sources, or a table by names, `{ "web" = 3, "code"
-    = 1 }`. Sources with weight 0, or not in the table, are not read."""
+    """Weights of the sources, as a list in their order or by name: `{ "web" = 3, "code" = 1 }`. Sources with
+    weight 0, or not named, are not read."""
     global_batch_size: int | None = None
     """Sequences of training.seq_len tokens per optimizer step; training.batch_ramp does not apply."""
     seq_len: int | None = None
-    """training.seq_len divided by a power of 2: each sequence is trained as several shorter ones. Tokens per
-    step and counts of sequences are unchanged."""
+    """Tokens of shorter sequences: training.seq_len divided by a power of 2. Each sequence is trained as
+    several."""
     lr_factor: float = 1.0
     """Factor of the learning rate, beside the schedule's."""
     lr_scheduler: LRScheduler | None = None

@@ -22,26 +22,25 @@ class Checkpoint:
     interval: Interval = 500
     """Steps between saves; the last step is always saved."""
     async_mode: Literal["disabled", "async"] = "async"
-    """`async`: training continues while a copy of the state in host memory, as large as the rank's state, is
-    written. `disabled`: training waits."""
+    """`async`: training continues while a copy in host memory, as large as the rank's state, is written.
+    `disabled`: training waits."""
     keep_latest_k: int = 10
-    """Newest checkpoints to keep; 0: all. The checkpoint resumed from, the two newest healthy ones and any
-    with an empty file `step-N.keep` beside it stay, too."""
+    """Newest checkpoints to keep; 0: all. Two healthy checkpoints, the one resumed from, and any with a file
+    `step-N.keep` beside it stay, too."""
     keep_every_n_steps: MultipleOfInterval = 0
     """Also keep steps that are multiples of this; 0: none."""
     load_step: int = -1
     """Step to go back to, once: the next start with the same value resumes from the newest checkpoint since.
     Later checkpoints move to `archived-<n>/`. -1: the newest."""
     restart: bool = False
-    """Start at step 1 in a folder that holds a run, once, as with load_step. Checkpoints move to
-    `archived-<n>/`, metrics to `*.superseded.*`."""
+    """Start at step 1 in a folder with a run, once, as with load_step. Checkpoints move to `archived-<n>/`,
+    metrics to `*.superseded.*`."""
     initial_load_path: PathText = ""
     """Weights of a new run: a Hugging Face model, a titanlite checkpoint or run, a torchtitan DCP checkpoint,
     or Meta's `consolidated.*.pth`. A resume reads it only with adapters ([lora])."""
     allow_changed: list[str] = field(default_factory=list)
-    """Keys of the run identity that may differ on resume, such as `["model.rope_theta"]`, unless sequences of
-    the epoch would be repeated or left out. `"optimizer"` allows another optimizer, whose missing state
-    starts at zero. A new run refuses unknown names, a resumed run warns of them."""
+    """Keys of the run identity that may differ on resume, such as `["model.rope_theta"]`, or `"optimizer"`
+    (docs/checkpoint.md). A new run refuses unknown names, a resumed run warns of them."""
 
     def __post_init__(self) -> None:
         folder = Path(self.folder)

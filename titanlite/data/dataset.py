@@ -43,8 +43,8 @@ class Data:
     """Sequences held out for validation, from all sources by weight, and never trained on. Not with
     validation_sources."""
     skip_sequences: list[list[int]] = field(default_factory=list)
-    """Ranges `[FIRST, LAST]` of sequence numbers never to train on, ends included: `[[96, 111], [400, 415]]`.
-    The run must not have reached them."""
+    """Ranges `[FIRST, LAST]` of sequence numbers never to train on, ends included: `[[96, 111], [400, 415]]`;
+    not yet trained on."""
     packing: Literal["chunk", "best_fit"] = "chunk"
     """`chunk`: split the concatenated documents every seq_len tokens. `best_fit`: put whole documents
     together, and split only documents longer than a sequence."""

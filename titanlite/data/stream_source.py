@@ -54,9 +54,9 @@ class DocumentStream(Component, kind="stream", makes=(Iterable,)):
 
 @dataclass(frozen=True, kw_only=True)
 class Stream(StreamedSource, name="stream"):
-    """Documents tokenised while the run trains on them, in the stream's order: `stream = { name =
-    "huggingface", path = "allenai/c4", config = "en" }`. The only source of training. A resume needs as many
-    data-parallel ranks and loader workers."""
+    """Documents tokenised while the run trains on them, in their order: `stream = { name = "huggingface",
+    path = "allenai/c4", config = "en" }`. The only source of training. A resume needs as many data-parallel
+    ranks and loader workers."""
 
     stream: DocumentStream
     """The stream of documents."""
@@ -64,8 +64,8 @@ class Stream(StreamedSource, name="stream"):
     """Field or column with the text; in a WebDataset, the suffix of the members with the text, such as
     `txt`."""
     bad_documents: Literal["stop", "skip"] = "stop"
-    """`stop` the run at a document without text (a null, a missing field, another type, no Unicode), or
-    `skip` it and log the number. It may change on resume."""
+    """At a document without text (null, missing, another type, not Unicode), `stop` the run, or `skip` it and
+    log the number. It may change on resume."""
 
     @property
     def path(self) -> str:

@@ -34,8 +34,8 @@ class Guard:
     """Reaction to steps that are not finite, to outliers and to spikes (docs/numerics.md)."""
 
     skip_non_finite: bool = True
-    """Skip the update of a step whose loss or gradient norm is not finite; its sequences count as consumed.
-    false: such a step ends the run with exit code 4, before its update."""
+    """Skip the update of a step whose loss or gradient norm is not finite. false: such a step ends the run
+    with exit code 4."""
     skip_sigma: float = 0.0
     """Also skip outliers: loss or logarithm of the gradient norm more than this many standard deviations
     above the median of accepted steps. 6 skips almost no normal step. 0: off."""
@@ -44,15 +44,13 @@ class Guard:
     min_window: int = 64
     """Accepted steps before skip_sigma applies."""
     max_consecutive: int = 8
-    """Steps in a row that are not finite, after which the run ends with exit code 4. After as many outliers
-    in a row, the next step is applied."""
+    """Steps in a row that are not finite, after which the run ends with exit code 4; after as many outliers,
+    the next step is applied."""
     on_spike: Literal["log", "stop", "rewind"] = "log"
-    """Reaction to a spike, a loss that rises and stays up. `log`: tell the log and the sinks. `stop`: also
-    end the run with exit code 4, and name the checkpoint to go back to. `rewind`: go back without a restart,
-    and skip the spike's sequences for good; without an earlier checkpoint, as `stop`."""
+    """Reaction to a spike, a loss that rises and stays up: `log` it; `stop` the run with exit code 4; or
+    `rewind` to an earlier checkpoint (without one: stop), and skip the spike's sequences for good."""
     rewind_margin: int = 100
-    """A rewind goes to the newest healthy checkpoint at least this many steps older than the spike, which
-    retention keeps."""
+    """A rewind goes to the newest healthy checkpoint at least this many steps older than the spike."""
     skip_before: int = 0
     """Steps before the spike whose sequences a rewind skips, too; below rewind_margin."""
     max_rewinds: int = 3

@@ -37,11 +37,11 @@ class Metrics:
     log_freq: Interval = 10
     """Steps between reports. The first and the last step always report."""
     detail_freq: Interval = 100
-    """Steps between detailed reports, which cost more: norms of every parameter, token losses, step times,
-    hardware. 0: none; otherwise also at the run's first and last step."""
+    """Steps between detailed reports: norms of every parameter, token losses, step times, hardware. 0: none;
+    otherwise also at the run's first and last step."""
     probe_freq: Interval = 0
-    """Steps between probes of residual stream, attention and dead MLP units of each block, by an additional
-    forward. 0: none; otherwise also at the run's first and last step."""
+    """Steps between probes of each block's residual stream, attention and dead MLP units. 0: none; otherwise
+    also at the run's first and last step."""
     extra: list[Metric] = field(default_factory=list)
     """Metrics from outside the package, one `[[metrics.extra]]` table each, measured in every report."""
     sinks: list[Sink] = field(default_factory=lambda: [TensorBoard()])

@@ -36,9 +36,9 @@ class LoadBalance:
     """Balance of experts, for families that have experts. No token is ever dropped."""
 
     load_balance: Literal["none", "global", "sequence", "bias"] = "global"
-    """`global`: minimise a loss that asks for equal loads over the global batch. `sequence`: the same over
-    each sequence. `bias`: no loss; after each step, move the router's correction bias towards equal loads, in
-    families that have it. `none`: free routers, which may leave most experts without tokens."""
+    """`global`: minimise a loss for equal loads over the global batch. `sequence`: over each sequence.
+    `bias`: move the router's correction bias instead, in families that have it. `none`: free routers, which
+    may leave most experts without tokens."""
     load_balance_coeff: float | None = None
     """Coefficient of the loss, or step of the bias. Unset: 0.01 for `global` and `sequence`, 0.001 for
     `bias`."""

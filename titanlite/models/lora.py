@@ -32,8 +32,8 @@ class LoRA:
     """Numerator of alpha / rank."""
     targets: list[str] = field(default_factory=lambda: ["*"])
     """Linear layers of the blocks that get an adapter, by ends of names (`q_proj`, `mlp.down_proj`) or
-    patterns (`*_proj`, `model.layers.0.*`); never experts and routers. Each target must match a layer. A
-    resume may name the same layers otherwise."""
+    patterns (`*_proj`, `model.layers.0.*`); never experts and routers. Each must match. A resume may name the
+    same layers otherwise."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "rank")

@@ -49,7 +49,7 @@ FLAVORS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoE(MoEFamily, name="qwen3_moe"):
-    """Qwen3 with experts. A flavor's name has all parameters and the active parameters per token."""
+    """Qwen3 with experts. Flavors: parameters, and active parameters per token."""
 
     flavors = FLAVORS
     hf_model_type = "qwen3_moe"

@@ -34,7 +34,7 @@ class AdamWKeys(Optimizer):
     """Added to the update's denominator."""
     state_dtype: StateDtype = "float32"
     """Storage of AdamW's moments, in bytes per parameter: `float32` 8, `bfloat16` 4 (beta2 of at most 0.99),
-    `int8` 2.125 (parameters of one dim, or whose last dim is no multiple of 64, keep float32)."""
+    `int8` 2.125."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,8 +21,8 @@ class EMA:
     exports it."""
 
     enable: bool = False
-    """Keep the average: 4 bytes per parameter in memory and in each checkpoint, and twice the time of
-    validation. A resume may switch it on or off."""
+    """Keep the average: 4 bytes per parameter in memory and in checkpoints, and twice the time of
+    validation."""
     decay: float = 0.999
     """Share of the average that remains after a step: mostly of the last 1 / (1 - decay) steps."""
     start_step: Steps = 0

@@ -29,10 +29,10 @@ class Muon(AdamWKeys, name="muon"):
     momentum: float = 0.95
     """Decay rate of the gradient's running mean, for Muon's rule."""
     nesterov: bool = True
-    """Look ahead by one step of momentum, as in Nesterov's method."""
+    """Look ahead by one step of momentum."""
     adjust_lr_fn: Literal["match_rms_adamw", "original", "spectral"] = "match_rms_adamw"
-    """Factor of a matrix's learning rate (docs/optimizers.md). `match_rms_adamw`: for AdamW's lr and weight
-    decay. `original`: for an lr of about 0.02. `spectral`: for an lr that carries over to other widths."""
+    """Factor of a matrix's learning rate: for AdamW's lr and weight decay (`match_rms_adamw`), for an lr of
+    about 0.02 (`original`), or for an lr that carries over to other widths (`spectral`)."""
     adamw_lr_multiplier: float = 1.0
     """Factor of optimizer.lr under AdamW's rule. With `original` and lr = 0.02, 0.015 gives 3e-4."""
     ns_steps: int = 5
@@ -42,13 +42,13 @@ class Muon(AdamWKeys, name="muon"):
     torch.optim.Muon's."""
     ns_custom_coefficients: list[list[float]] = field(default_factory=list)
     """Coefficients [a, b, c] of each step X <- a X + b (X X^T) X + c (X X^T)^2 X, in place of ns_coefficients
-    and ns_steps. The first X is the matrix divided by its norm."""
+    and ns_steps."""
     ns_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the Newton-Schulz products, and of updates between ranks. `auto`: bfloat16 on CUDA, else
     float32."""
     normalize: Literal["none", "neuron"] = "none"
     """`neuron`: give the rows of the update equal sizes over time, by a running mean with beta2 (NorMuon,
-    arXiv 2510.05491), for two more collectives per bucket of matrices and one number of state per row."""
+    arXiv 2510.05491)."""
     split_heads: bool = False
     """Orthogonalise the rows of each attention head separately in the query, key and value projections."""
     cautious_weight_decay: bool = False

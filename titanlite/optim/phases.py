@@ -32,8 +32,7 @@ class ThreePhases(LRScheduler):
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay: linear, 1 - sqrt (Haegele et al. 2024), or cosine."""
     min_lr_factor: float = 0.0
-    """Factor at the end of the decay, reached one step after the last, so that no step has a learning rate of
-    0."""
+    """Factor at the end of the decay, which the schedule reaches one step after its last step."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps < -1:

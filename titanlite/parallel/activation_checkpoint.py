@@ -34,12 +34,12 @@ class ActivationCheckpoint:
     """Recompute activations in the backward instead of keeping them."""
 
     mode: Literal["none", "selective", "full", "memory_budget"] = "none"
-    """`full`: keep only each block's input. `selective`: recompute the activations of selective_ac_option.
-    `memory_budget`: the compiler chooses."""
+    """Recompute all but each block's input (`full`), the activations of selective_ac_option (`selective`), or
+    the compiler's choice (`memory_budget`)."""
     selective_ac_option: str = "op"
-    """`op`: keep the results of attention, of every second matrix product and of the experts' first product;
-    recompute all others. A number n: recompute every n-th block. `attention`, `mlp`, `norms`, or several
-    joined by +: recompute these modules."""
+    """`op`: keep the results of attention, of every second matrix product and of the experts' first product.
+    A number n: recompute every n-th block. `attention`, `mlp`, `norms`, or several joined by +: recompute
+    these modules."""
     memory_budget: float = 0.5
     """Fraction to keep of the activations that the compiler keeps by default. 0: only the blocks' inputs."""
 

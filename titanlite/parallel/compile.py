@@ -27,21 +27,21 @@ BACKENDS_WITH_MEMORY_BUDGET = ("inductor", "aot_eager")
 
 @dataclass(frozen=True, kw_only=True)
 class Compile:
-    """torch.compile of each block and of the loss."""
+    """Compilation by torch.compile."""
 
     enable: bool = False
-    """Compile."""
+    """Compile each block and the loss."""
     backend: str = "inductor"
     """`inductor` generates kernels. `aot_eager` and `eager` run the traced graphs with torch's operators, to
     find the cause of an error."""
     cuda_graphs: bool = False
-    """Launch forward and backward of a micro-batch as one CUDA graph, with the same results: faster for small
-    models and micro-batches. One GPU, without experts and document masks. Activations of the graph stay
-    reserved; steps with a detailed report need memory beside them."""
+    """Launch forward and backward of a micro-batch as one CUDA graph, with the same results: for small models
+    and micro-batches on one GPU, without experts and document masks. Activations stay reserved
+    (docs/performance.md)."""
     cache_dir: PathText = ""
-    """Folder of compiled code for later starts. The code is executed: the folder must belong to you alone,
-    outside the run folder. Empty: `$TORCHINDUCTOR_CACHE_DIR` if set, else `titanlite/compile` in
-    `$XDG_CACHE_HOME` or `~/.cache`; if others may write to it, torch chooses one, with a warning."""
+    """Folder of compiled code, which later starts execute: it must be yours alone, outside the run folder.
+    Empty: `$TORCHINDUCTOR_CACHE_DIR` if set, else `titanlite/compile` in `$XDG_CACHE_HOME` or `~/.cache`; if
+    others may write to that, a folder of torch's choice, with a warning."""
 
     def __post_init__(self) -> None:
         if self.backend != "inductor":  # the list of backends takes a second to import

@@ -29,8 +29,8 @@ class Comm:
     init_timeout_seconds: int = 1800
     """Timeout of collectives until the first step is done, with tokenising, loading and compiling."""
     train_timeout_seconds: int = 600
-    """Timeout of collectives after the first step, which ends a run that hangs. A batch that loader workers
-    do not deliver in nine tenths of it ends the run, too."""
+    """Timeout of collectives after the first step, which ends a hang. A batch that is not delivered in nine
+    tenths of it ends the run, too."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "init_timeout_seconds", "train_timeout_seconds")

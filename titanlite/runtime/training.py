@@ -16,7 +16,7 @@ class BatchRamp:
     """A batch size up to `until`, from the end of the entry before or the start of the run."""
 
     until: str
-    """Where the next batch size begins, counted from the start of the run: "4B tokens", "1.5 epochs", "20
+    """End of this batch size, counted from the start of the run: "4B tokens", "1.5 epochs", "20
     tokens/parameter" or "1000000 sequences"."""
     global_batch_size: int
     """Sequences per optimizer step, over all ranks."""
@@ -44,15 +44,15 @@ class Training:
     """Other batch sizes at the start of the run, `[[training.batch_ramp]]` tables in ascending order of
     `until`; global_batch_size holds after the last. A batch size of a stage takes precedence."""
     batch_ramp_lr: Literal["none", "sqrt", "linear"] = "none"
-    """Factor of the learning rate during batch_ramp: with r = batch size / global_batch_size, sqrt(r) for
-    `sqrt`, r for `linear`, 1 for `none`."""
+    """Factor of the learning rate during batch_ramp: the square root of batch size / global_batch_size, this
+    ratio (`linear`), or 1."""
     steps: Steps = 10000
     """Optimizer steps of the run."""
     max_norm: float = 1.0
     """Largest total norm of gradients, which are scaled down to it; 0: no clipping."""
     clip: Literal["global", "tensor"] = "global"
-    """`global`: scale all gradients by one factor, to max_norm. `tensor`: the same for 100 steps, then each
-    parameter's gradient to at most 1.05 times the running average of its norm (AdaGC, arXiv 2502.11034)."""
+    """`global`: scale all gradients by one factor, to a total norm of max_norm. `tensor`: after 100 such
+    steps, scale each parameter's gradient by the running average of its norm (AdaGC, arXiv 2502.11034)."""
     seed: int = 0
     """Seed of initial weights and data order."""
     deterministic: bool = False

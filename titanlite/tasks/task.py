@@ -22,9 +22,8 @@ class Task:
     name: str
     """Name in the metrics (`tasks/NAME/acc`): letters, digits, `_`, `-` and `.`."""
     path: PathText
-    """JSON Lines file of multiple-choice questions, `{"context": "...", "choices": ["...", "..."], "answer":
-    0}`, or of cloze questions, `{"context": "...", "continuation": "..."}`. Contexts include few-shot
-    examples, if any."""
+    """JSON Lines file: `{"context": "...", "choices": ["...", "..."], "answer": 0}` per multiple-choice
+    question, or `{"context": "...", "continuation": "..."}`. Contexts include few-shot examples."""
     delimiter: str = " "
     """Text between context and choice. A continuation follows directly."""
     add_bos: bool = True
@@ -32,8 +31,7 @@ class Task:
     limit: int = -1
     """Questions to score, from the beginning of the file; -1: all."""
     num_samples: int = 2
-    """Questions, from the beginning of the file, to write to samples.txt with the log-likelihoods of their
-    choices; 0: none."""
+    """First questions to write to samples.txt, with the log-likelihoods of their choices; 0: none."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.-]+", self.name, re.ASCII):
