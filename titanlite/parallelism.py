@@ -71,8 +71,8 @@ class Parallelism:
     inductor, and each tensor-parallel group on one machine. Losses differ in their last digits. No effect on
     a CPU."""
     pipeline_parallel_degree: int = 1
-    """Groups of ranks over which the blocks are partitioned as pipeline stages. Its micro-batches are the
-    accumulation steps."""
+    """Groups of ranks over which the blocks are partitioned as pipeline stages. The pipeline's micro-batches
+    are the accumulation steps."""
     pipeline_parallel_schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"
     ] = "1F1B"

@@ -24,7 +24,7 @@ class EMA:
     """Keep the average: 4 bytes per parameter in memory and in checkpoints, and twice the time of
     validation."""
     decay: float = 0.999
-    """Share of the average that remains after a step: mostly of the last 1 / (1 - decay) steps."""
+    """Share of the average that a step keeps. The average is mostly of the last 1 / (1 - decay) steps."""
     start_step: Steps = 0
     """Last step at which the average equals the weights."""
     freq: Interval = 1

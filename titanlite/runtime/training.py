@@ -52,7 +52,8 @@ class Training:
     """Largest total norm of gradients, which are scaled down to it; 0: no clipping."""
     clip: Literal["global", "tensor"] = "global"
     """`global`: scale all gradients by one factor, to a total norm of max_norm. `tensor`: after 100 such
-    steps, scale each parameter's gradient by the running average of its norm (AdaGC, arXiv 2502.11034)."""
+    steps, limit each parameter's gradient to 1.05 times the running average of its norm (AdaGC, arXiv
+    2502.11034)."""
     seed: int = 0
     """Seed of initial weights and data order."""
     deterministic: bool = False
