@@ -183,12 +183,12 @@ def finetune_losses(result: dict[str, Any]) -> str:
     num_sequences = full[-1]["progress/sequences"] // full[-1]["step"]
     best = lowest(full)["step"], lowest(list(adapters.values()))["step"]
     words = paragraph(
-        f"A training loss is that of one step, of {num_sequences} sequences. The held-out loss is lowest at",
-        f"step {best[0]}, with adapters at step {best[1]}. Both runs took place on one",
+        f"Each training loss is the mean of one step, {num_sequences} sequences. The held-out loss is lowest",
+        f"at step {best[0]}, with adapters at step {best[1]}. Both runs took place on one",
         f"{env['device']} with torch {env['torch']} and Python {env['python']} (`{RESULT.name}`).",
-        f"{num_known} of the {num_answers} first answers that are held out stand word for word in Python",
-        "files of the standard library, on which the model was pretrained: the loss falls because the model",
-        "learns the form of answers and which text is asked for, and says nothing on unseen functions.",
+        f"{num_known} of the {num_answers} held-out first answers stand word for word in the standard",
+        "library, on which the model was pretrained: the loss falls because the model learns the form of",
+        "answers and which text is asked for, and says nothing on unseen functions.",
     )
     return f"{table(head, rows)}\n{words}\n"
 

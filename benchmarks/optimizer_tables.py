@@ -153,7 +153,7 @@ def compared(summary: dict[str, Any], runs: Sequence[dict[str, Any]]) -> str:
     for name, loss in variants.items():
         sentences.append(
             f"With {name.removeprefix('adamw ')} state, AdamW's loss is "
-            f"{_difference(loss, adamw['losses'][0])} that with float32 state and the same seed."
+            f"{_difference(loss, adamw['losses'][0])} the loss with float32 state."
         )
     if where := summary.get("muon_reaches_adamw"):
         sentences.append(
@@ -251,7 +251,7 @@ def _search(searches: Mapping[str, Any]) -> str:
     head = ["peak learning rate", *(f"`{name}`, seed {seed}" for name, seed in columns)]
     ratios = [
         f"The best rate of `{name}` is {' and '.join(f'{ratio:.2f}' for ratio in by_seed.values())} times"
-        " that of `narrow` with the same seed."
+        " the rate of `narrow` with the same seed."
         for name, by_seed in searches["ratios"].items()
         if by_seed
     ]

@@ -29,16 +29,15 @@ from titanlite.tokenizers.base import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Validation on data.validation_sources, or on the sequences that data.holdout_sequences keeps from
-    training, and on tasks."""
+    """Validation on data.validation_sources, or on the sequences of data.holdout_sequences, and on tasks."""
 
     enable: bool = False
     """Validate during training and after the last step."""
     freq: Interval = 500
     """Steps between validations."""
     steps: int = -1
-    """Batches of global_batch_size sequences to validate on; -1: all held-out sequences. The sources share
-    them in proportion to their weights if these differ, otherwise to their sizes."""
+    """Batches of global_batch_size sequences; -1: all held-out sequences. Sources share them by weight if
+    weights differ, else by size."""
     tasks: list[Task] = field(default_factory=list)
     """Tasks to score in each validation, one `[[validation.tasks]]` table each."""
 
@@ -84,17 +83,17 @@ def validate(
     None: no bits per byte. Collective.
 
     Metrics:
-        eval/loss (nats per token): mean loss over the held-out sequences; with weights of validation sources
-            that differ, the mean of the sources' losses by weight
+        eval/loss (nats per token): mean loss over the held-out sequences; if weights of validation sources
+            differ, the mean of the sources' losses by weight
         eval/perplexity: exp(`eval/loss`)
-        eval/bits_per_byte (bits per byte): the loss per byte of text ([below](#validation-by-source)); with
-            such weights, the mean of the sources' values by weight
+        eval/bits_per_byte (bits per byte): the loss per byte of text ([below](#validation-by-source)), by
+            weight in the same way
         eval/NAME/loss, eval/NAME/perplexity, eval/NAME/bits_per_byte: with several sources: the same of each
-            source ([below](#validation-by-source))
-        eval/ema_loss, eval/ema_perplexity: with `[ema]`: the same with the
-            [average of the weights](optimizers.md#averages-of-weights)
-        eval/tokens (tokens): number of targets of the validation that count
-        eval/sequences (sequences): number of sequences of the validation
+            ([below](#validation-by-source))
+        eval/ema_loss, eval/ema_perplexity: with `[ema]`: the same of the [average of the
+            weights](optimizers.md#averages-of-weights)
+        eval/tokens (tokens): targets of the validation that count
+        eval/sequences (sequences): sequences of the validation
     """
     held_out = sequences.for_validation
     ranges = held_out.ranges(num_sequences)

@@ -27,21 +27,20 @@ NextLogits = Callable[[Sequence[int]], torch.Tensor]  # ids of the sequence -> l
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Text sampled during training, written to <dump_folder>/samples.txt."""
+    """Text sampled during training, into <dump_folder>/samples.txt."""
 
     prompts: list[str] = field(default_factory=list)
-    """Prompts to continue, one sample per prompt; empty: no samples. Prompt i = 0, 1, ... is sampled with the
-    seed training.seed + i."""
+    """Prompts, one sample each; empty: no samples. Prompt i = 0, 1, ... has the seed training.seed + i."""
     freq: Interval = 0
     """Steps between samples; 0: only after the last step."""
     max_new_tokens: int = 64
-    """Maximum number of tokens after the prompt."""
+    """Most tokens after the prompt."""
     temperature: float = 0.7
-    """Sampling temperature. 0 always takes the most likely token; higher values are more random."""
+    """Sampling temperature; 0: always the most likely token."""
     top_k: int = 0
-    """Sample only from this many most likely tokens; 0: from all tokens."""
+    """Sample from this many most likely tokens; 0: from all."""
     top_p: float = 1.0
-    """Sample only from the most likely tokens that together have this probability; 1: from all tokens."""
+    """Sample from the most likely tokens that together have this probability."""
 
     def __post_init__(self) -> None:
         if self.freq < 0:

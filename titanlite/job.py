@@ -74,16 +74,15 @@ TOKENIZER = "tokenizer"  # folder of a run folder, with a copy of the tokenizer'
 
 @dataclass(frozen=True, kw_only=True)
 class JobInfo:
-    """The run folder, a description of the run, and modules to import."""
+    """Run folder, description, and modules to import."""
 
     dump_folder: PathText = "outputs"
-    """The run folder, for metrics, samples and checkpoints. Each run needs its own folder."""
+    """The run folder, for metrics, samples and checkpoints: one per run."""
     description: str = ""
-    """Free text for readers of the file; titanlite does not use it."""
+    """Free text, which titanlite does not use."""
     imports: list[str] = field(default_factory=list)
-    """Python modules to import before the rest of the file is read; they register components from outside
-    the package. Modules in the current directory come first. `train`, `launch` and `tune` import them;
-    `config`, `data`, `tokenizer`, `import`, `export`, `generate` and `metrics` need `--allow-imports`."""
+    """Python modules that register components from outside the package, looked up in the current directory
+    first. `train`, `launch` and `tune` import them; other commands need `--allow-imports`."""
 
     def __post_init__(self) -> None:
         if not self.dump_folder:

@@ -116,9 +116,8 @@ class CrossEntropy(Loss, name="cross_entropy"):
     """Cross-entropy over the full logits, in fp32. Targets of -100 do not count."""
 
     z_loss_multiplier: float = 0.0
-    """Weight of the z-loss, the mean over tokens of log(sum(exp(logits)))^2, which keeps the logits from
-    drifting (PaLM: 1e-4). It is minimised with the loss and logged as train/z_loss; train/loss and validation
-    do not include it. 0: no z-loss."""
+    """Weight of the z-loss, the mean of log(sum(exp(logits)))^2 (PaLM: 1e-4): minimised, and logged as
+    train/z_loss, but not part of train/loss and validation."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.z_loss_multiplier < math.inf:
@@ -148,11 +147,11 @@ class CrossEntropy(Loss, name="cross_entropy"):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedCrossEntropy(CrossEntropy, name="chunked_cross_entropy"):
-    """Cross-entropy computed in chunks of tokens. Value and gradient equal cross_entropy's, but the
-    logits of all tokens are never in memory at once. Targets of -100 do not count."""
+    """Cross-entropy in chunks of tokens, with cross_entropy's value and gradient in less memory. Targets of
+    -100 do not count."""
 
     chunk_tokens: int = 4096
-    """Maximum number of tokens whose logits are in memory at once."""
+    """Tokens whose logits are in memory at once."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

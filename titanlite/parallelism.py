@@ -57,64 +57,52 @@ class Parallelism:
     """The layout of the ranks. The product of the degrees is the number of ranks."""
 
     data_parallel_replicate_degree: int = 1
-    """Number of copies of the model, each sharded over data_parallel_shard_degree ranks (HSDP)."""
+    """Copies of the model, each sharded over data_parallel_shard_degree ranks (HSDP)."""
     data_parallel_shard_degree: int = -1
-    """Number of ranks over which parameters, gradients and optimizer state are sharded (FSDP). -1: the number
-    of ranks divided by the product of the other degrees."""
+    """Ranks over which parameters, gradients and optimizer state are sharded (FSDP). -1: all ranks that the
+    other degrees leave."""
     context_parallel_degree: int = 1
-    """Number of ranks over which the tokens of each sequence are sharded, for long sequences. Attention
-    gathers keys and values."""
+    """Ranks over which each sequence's tokens are sharded. Attention gathers keys and values."""
     tensor_parallel_degree: int = 1
-    """Number of ranks over which each layer's weights are sharded. Between the layers, tokens are sharded
-    over the same ranks (sequence parallel)."""
+    """Ranks over which each layer's weights are sharded and, between layers, the tokens (sequence
+    parallel)."""
     enable_async_tensor_parallel: bool = False
-    """Let the compiler split the matrix products next to tensor parallel's collectives into chunks, so that
-    one chunk is sent while the next one is computed. Needs compile.enable with the inductor backend, and each
-    tensor-parallel group on one machine, whose GPUs NVLink should connect. Sums are computed in another
-    order, so losses differ in their last digits. No effect without tensor parallel or on a CPU."""
+    """Send chunks of tensor parallel's matrix products while the next are computed. Needs compile.enable with
+    inductor, and each tensor-parallel group on one machine. Losses differ in their last digits. No effect on
+    a CPU."""
     pipeline_parallel_degree: int = 1
-    """Number of groups of ranks over which the blocks are partitioned into pipeline stages. The micro-batches
-    of the pipeline are the gradient accumulation steps that follow from global_batch_size."""
+    """Groups of ranks over which the blocks are partitioned as pipeline stages. The pipeline's micro-batches
+    are the accumulation steps."""
     pipeline_parallel_schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"
     ] = "1F1B"
-    """The order of a rank's forwards and backwards. `1F1B`: alternating, one stage per rank. `GPipe`: all
-    forwards first, one stage per rank. `Interleaved1F1B`: two stages per rank, for smaller bubbles and more
-    communication. `InterleavedZeroBubble`, `ZBVZeroBubble`: two stages per rank, and gradients of weights are
-    computed separately, to fill the bubbles; not with compile.enable or activation checkpointing."""
+    """With one stage per rank: `1F1B` alternates forwards and backwards, `GPipe` runs all forwards first.
+    With two: `Interleaved1F1B` has smaller bubbles and more communication; `InterleavedZeroBubble` and
+    `ZBVZeroBubble` fill the bubbles with gradients of weights, without compile.enable and activation
+    checkpointing."""
     pipeline_parallel_first_stage_less_layers: int = 1
-    """Give the first stage this many fewer blocks, because it has the embedding."""
+    """Blocks fewer in the first stage, which has the embedding."""
     pipeline_parallel_last_stage_less_layers: int = 1
-    """Give the last stage this many fewer blocks, because it has the head and the loss."""
+    """Blocks fewer in the last stage, which has head and loss."""
     pipeline_parallel_split_points: list[str] = field(default_factory=list)
-    """Name of the first block of each stage after the first stage, such as `["layers.3", "layers.6"]`. Empty:
-    split as evenly as possible."""
+    """First block of each stage after the first, such as `["layers.3", "layers.6"]`. Empty: an even split."""
     expert_parallel_degree: int = 1
-    """Number of ranks over which the experts of each mixture are partitioned; tokens are sent to the ranks of
-    their experts. These ranks are not in addition to the other degrees: they are among the ranks of
-    data_parallel_shard_degree x context_parallel_degree x tensor_parallel_degree, of which the rest shards
-    each expert (FSDP). The degree must divide that product and the number of experts. 1: only FSDP."""
+    """Ranks over which each layer's experts are partitioned, of the data_parallel_shard_degree x
+    context_parallel_degree x tensor_parallel_degree ranks; FSDP shards over the rest. Must divide their
+    number and the number of experts."""
     expert_parallel_comm_backend: Literal["default", "all_to_all", "gather"] = "default"
-    """How tokens reach the ranks of their experts. `all_to_all`: each rank sends one copy of a token per
-    expert that it goes to. `gather`: all tokens of these ranks are gathered on each of them, which sends the
-    sums of its experts' outputs back: fewer bytes at a small degree, and the same number on every rank.
-    `default`: `gather` up to a degree of the number of experts per token, otherwise `all_to_all`."""
+    """`all_to_all`: send a token's copies to the ranks of its experts. `gather`: gather all tokens on each
+    rank. `default`: `gather` up to a degree of the experts per token, which sends fewer bytes there."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether FSDP frees gathered parameters after the forward and gathers them again for the backward.
-    `always`: yes, except for the last block and the head, with which the backward begins. `never`: no.
-    `default`: yes with training.enable_cpu_offload. Otherwise no if there is only one shard, if pipeline
-    parallel would gather them for each micro-batch, or if the run is estimated to fit the GPU with them; in
-    all other cases yes, also on a CPU. Where the memory cannot be estimated: no if they take at most 5% of
-    the GPU's memory. The start log has the decision."""
+    """`always`: free gathered parameters after the forward and gather them again for the backward, except the
+    last block's and the head's. `never`: keep them. `default`: keep them with one shard, under pipeline
+    parallel, or if the run is estimated to fit with them; the start log has the reason."""
     fsdp_reduce: Literal["step", "micro_batch"] = "step"
-    """When gradients are summed over ranks. `step`: once per step, which is faster, but every rank keeps
-    gradients of the whole model while micro-batches accumulate. `micro_batch`: after each micro-batch; every
-    rank keeps only its shard."""
+    """Sum gradients over ranks once per `step`: faster, but a rank keeps gradients of the whole model while
+    micro-batches accumulate; or after each `micro_batch`: it keeps its shard."""
     fsdp_symmetric_memory: bool = False
-    """Gather parameters and reduce gradients in NCCL's symmetric memory, on CUDA with torch 2.13 or newer.
-    Within one node, NCCL_CTA_POLICY=2 in the environment lets the GPUs' copy engines gather, so that no
-    multiprocessors are taken from the computation. Its speed and memory are unmeasured. No effect without
-    FSDP and on a CPU."""
+    """Run FSDP's collectives in NCCL's symmetric memory; CUDA with torch 2.13 or newer. Unmeasured
+    (docs/performance.md)."""
 
     def __post_init__(self) -> None:
         for key in (*KEYS, EXPERT_KEY):

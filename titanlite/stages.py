@@ -26,29 +26,23 @@ RAMP_POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stage of a run. A setting that a stage does not have is taken from [training], [data] and
-    [lr_scheduler]."""
+    """A stage of a run. Keys that are not set have the values of [training], [data] and [lr_scheduler]."""
 
     until: str
-    """Where the stage ends, counted from the start of the run: "4B tokens", "1.5 epochs", "20
-    tokens/parameter" or "1000000 sequences", and "end" for the last stage. A step belongs to the stage of its
-    first sequence. Each sequence has seq_len tokens; an epoch is all sequences of all sources.
-    """
+    """End of the stage, counted from the start of the run: "4B tokens", "1.5 epochs" (of all sources), "20
+    tokens/parameter" or "1000000 sequences"; the last stage: "end"."""
     name: str = ""
-    """Name of the stage in the log, such as "decay"."""
+    """Name in the log, such as "decay"."""
     weights: Any = None
-    """Weights of the sources in this stage, as a list in the order of data.sources, or as a table by the
-    names that the sources have in the metrics, `{ "web" = 3, "code" = 1 }`; sources that the table leaves out
-    have weight 0. A source with weight 0 is not read in this stage. Every source continues where it was, so
-    no sequence of an epoch is repeated or left out."""
+    """Weights of the sources, as a list in their order or by name: `{ "web" = 3, "code" = 1 }`. Sources with
+    weight 0, or not named, are not read."""
     global_batch_size: int | None = None
-    """Sequences of training.seq_len tokens in one optimizer step; training.batch_ramp does not apply."""
+    """Sequences of training.seq_len tokens per optimizer step; training.batch_ramp does not apply."""
     seq_len: int | None = None
-    """Tokens that are predicted in each sequence: training.seq_len divided by a power of 2. Each sequence is
-    trained as several shorter ones; the number of tokens in a step, and all counts of sequences, are
-    unchanged."""
+    """Tokens of shorter sequences: training.seq_len divided by a power of 2. Each sequence is trained as
+    several."""
     lr_factor: float = 1.0
-    """Factor of the learning rate, in addition to the schedule's."""
+    """Factor of the learning rate, beside the schedule's."""
     lr_scheduler: LRScheduler | None = None
     """Schedule of this stage, `[stages.lr_scheduler] name = "..."`, instead of the run's. Its steps are those
     of the stage: the first is step 1, and amounts such as "1B tokens" are counted from its first sequence."""

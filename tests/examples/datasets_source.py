@@ -12,7 +12,8 @@ write
     revision = "COMMIT"            # the dataset's commit on the hub: 40 hexadecimal digits
     max_documents = 1_000_000
 
-The dataset is streamed: only what is read is downloaded, and tokenised into data.cache_dir by the first run.
+The dataset is streamed: only documents that are read are downloaded, and tokenised into data.cache_dir by the
+first run.
 """
 
 from __future__ import annotations

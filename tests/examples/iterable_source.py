@@ -9,7 +9,7 @@ into the current directory or install it, and write
     count = 100_000
 
 The first run tokenises the documents into data.cache_dir. Any generator will do: replace `documents` by one
-that reads your files or your database, and `fingerprint` by what identifies their content.
+that reads your files or your database, and `fingerprint` by a text that identifies their content.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ file into the current directory or install it, and write
     name = "stream"
     stream = { name = "lines", path = "lines.txt" }
 
-into the TOML file. In that of `titanlite prepare`, write
+into the TOML file. In the TOML file of `titanlite prepare`, write
 
     imports = ["line_stream"]
     output = "data/lines"

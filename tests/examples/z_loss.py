@@ -36,7 +36,7 @@ class ZLoss(Loss, name="z_loss"):
             hidden_BTD: torch.Tensor, weight_VD: torch.Tensor, targets_BT: torch.Tensor
         ) -> torch.Tensor:
             # Under tensor parallel the weight has this rank's rows of the vocabulary only: `vocabulary`
-            # combines what all ranks have.
+            # combines the results of all ranks.
             logits_NV = F.linear(hidden_BTD, weight_VD.to(hidden_BTD.dtype)).float().flatten(0, 1)
             targets_N = targets_BT.flatten()
             log_sum_N = vocabulary.log_sum_exp(logits_NV)

@@ -226,7 +226,7 @@ def test_the_help_of_train_lists_the_keys(run):
     code, out, _ = run("train", "--help", "all")
     assert code == 0
     assert "  --training.seq_len=2048   <int>" in out.splitlines()
-    text = "      Tokens that are predicted in each sequence; a sequence has seq_len + 1 tokens."
+    text = "      Tokens that each sequence predicts; it has seq_len + 1 tokens."
     assert text in out.splitlines()
     assert run("train", "--help", "training.seq_len")[1].splitlines()[1:] == [
         "  --training.seq_len=2048   <int>",

@@ -14,8 +14,8 @@ from titanlite.attention.varlen import Varlen
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(SDPA, name="auto"):
-    """The first backend that works of head_tail (context parallel without document masks and without a
-    sliding window), varlen, flex and sdpa. Without masks, they all run scaled_dot_product_attention."""
+    """The first that works of head_tail, varlen, flex and sdpa. Without masks, all backends run
+    scaled_dot_product_attention."""
 
     linear_memory: ClassVar[bool] = True
 

@@ -23,9 +23,9 @@ CAPABILITIES = (9, 10)  # for which torch accepts the package
 
 @dataclass(frozen=True, kw_only=True)
 class FlashAttention4(Varlen, name="flash_attention_4"):
-    """FlashAttention 4, for whole sequences and context parallel. Needs the package flash-attn-4, a GPU of
-    compute capability 9 or 10 (such as H100 and B200), and bf16 or fp16. Document masks and sliding windows
-    need torch 2.13 and do not work with context parallel. `auto` does not take it."""
+    """FlashAttention 4, for whole sequences and context parallel. Needs flash-attn-4, a GPU of compute
+    capability 9 or 10 (H100, B200), and bf16 or fp16; document masks and sliding windows need torch 2.13 and
+    no context parallel. `auto` does not take it."""
 
     kept_ops: ClassVar[tuple[str, ...]] = (*Varlen.kept_ops, *HeadTail.kept_ops)
 

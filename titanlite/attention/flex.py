@@ -92,8 +92,8 @@ class Causal(SDPAttention):
 
 @dataclass(frozen=True, kw_only=True)
 class Flex(SDPA, name="flex"):
-    """Compiled FlexAttention for document masks, sliding windows and context parallel; CUDA only, for head
-    dims of at least 16. Without masks, scaled_dot_product_attention runs."""
+    """Compiled FlexAttention for document masks, sliding windows and context parallel; CUDA only, head dims
+    from 16."""
 
     linear_memory: ClassVar[bool] = True
     kept_ops: ClassVar[tuple[str, ...]] = ("flex_attention",)

@@ -55,8 +55,8 @@ class HeadTailAttention(Attention):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTail(SDPA, name="head_tail"):
-    """cuDNN's kernel, called chunk by chunk, for context parallel without document masks. For long sequences
-    it is faster than a kernel with a mask."""
+    """cuDNN's kernel, called chunk by chunk, for context parallel without document masks and sliding windows:
+    faster for long sequences."""
 
     linear_memory: ClassVar[bool] = True
     kept_ops: ClassVar[tuple[str, ...]] = ("titanlite.head_tail_attention",)

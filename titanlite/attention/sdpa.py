@@ -85,15 +85,14 @@ class GatheredAttention(Attention):
 
 @dataclass(frozen=True, kw_only=True)
 class SDPA(AttentionBackend, name="sdpa"):
-    """torch's scaled_dot_product_attention. Masks are dense: their memory is quadratic in the sequence
-    length, and on CUDA sdpa_kernel must allow a kernel that takes them."""
+    """torch's scaled_dot_product_attention. Masks are dense: memory is quadratic in the sequence length, and
+    on CUDA sdpa_kernel must allow a kernel that takes them."""
 
     supports_window: ClassVar[bool] = True
     supports_v_head_dim: ClassVar[bool] = True
     sdpa_kernel: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
-    """Kernel of scaled_dot_product_attention on CUDA. `auto`: torch chooses any kernel except `math`, which
-    is slow and keeps all scores in memory, and `math` only where no other kernel takes the model's shapes,
-    such as fewer key heads than query heads in fp32. The log names the kernel."""
+    """Kernel of scaled_dot_product_attention on CUDA. `auto`: any; the slow `math`, which keeps all scores in
+    memory, only where no other takes the model's shapes. The log names the kernel."""
 
     @classmethod
     def works_on(cls, needs: AttentionNeeds) -> bool:

@@ -59,7 +59,7 @@ class VarlenAttention(Attention):
 @dataclass(frozen=True, kw_only=True)
 class Varlen(SDPA, name="varlen"):
     """FlashAttention for document masks and sliding windows; CUDA and bf16 or fp16 only, not with context
-    parallel. Without masks, scaled_dot_product_attention runs."""
+    parallel."""
 
     linear_memory: ClassVar[bool] = True
     kept_ops: ClassVar[tuple[str, ...]] = ("varlen_attn",)

@@ -13,41 +13,34 @@ from titanlite.config.paths import PathText
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Saving and resuming. A run resumes automatically from the newest usable checkpoint in its folder."""
+    """Saving and resuming. A run resumes from the newest usable checkpoint in its folder."""
 
     enable: bool = True
     """Save checkpoints and resume from them."""
     folder: PathText = "checkpoint"
-    """Folder of the checkpoints, below job.dump_folder."""
+    """Folder below job.dump_folder."""
     interval: Interval = 500
     """Steps between saves; the last step is always saved."""
     async_mode: Literal["disabled", "async"] = "async"
-    """`async`: training continues while a copy of the state in host memory is written, which needs as much
-    host memory as the rank's state has. `disabled`: training waits for each save. The files are the same."""
+    """`async`: training continues while a copy in host memory, as large as the rank's state, is written.
+    `disabled`: training waits."""
     keep_latest_k: int = 10
-    """Number of newest checkpoints to keep; 0: all. Also kept are the checkpoint that the run resumed from,
-    the two newest healthy checkpoints, and every checkpoint with an empty file `step-N.keep` beside it."""
+    """Newest checkpoints to keep; 0: all. Two healthy checkpoints, the one resumed from, and any with a file
+    `step-N.keep` beside it stay, too."""
     keep_every_n_steps: MultipleOfInterval = 0
-    """Also keep checkpoints whose step is a multiple of this; 0: none."""
+    """Also keep steps that are multiples of this; 0: none."""
     load_step: int = -1
-    """Step to resume from; -1: the newest. Going back to a step moves later checkpoints to
-    `archived-<n>/`. That happens once: the next start with the same value resumes from the newest checkpoint
-    saved since."""
+    """Step to go back to, once: the next start with the same value resumes from the newest checkpoint since.
+    Later checkpoints move to `archived-<n>/`. -1: the newest."""
     restart: bool = False
-    """Start at step 1 in a folder that holds a run. Its checkpoints are moved to `archived-<n>/`,
-    its metrics to `*.superseded.*`. That happens once: the next start with the same arguments resumes from
-    the newest checkpoint saved since."""
+    """Start at step 1 in a folder with a run, once, as with load_step. Checkpoints move to `archived-<n>/`,
+    metrics to `*.superseded.*`."""
     initial_load_path: PathText = ""
-    """Directory with the weights that a new run starts from: a Hugging Face model, a titanlite checkpoint or
-    run, a torchtitan DCP checkpoint, or Meta's `consolidated.*.pth`. A run that resumes does not use it,
-    unless it trains adapters ([lora])."""
+    """Weights of a new run: a Hugging Face model, a titanlite checkpoint or run, a torchtitan DCP checkpoint,
+    or Meta's `consolidated.*.pth`. A resume reads it only with adapters ([lora])."""
     allow_changed: list[str] = field(default_factory=list)
-    """Keys of the run identity that may differ on resume, for example `["model.rope_theta"]`. Differences in
-    other keys are refused, and so are differences that would repeat or leave out sequences of the epoch.
-    `"optimizer"` allows another optimizer: parameters whose whole optimizer state is in the checkpoint, with
-    the same keys, shapes and dtypes, load it; the state of all other parameters starts at zero.
-    A new run refuses names that its run identity does not have; a resumed run warns of names that neither its
-    identity nor its checkpoint's has."""
+    """Keys of the run identity that may differ on resume, such as `["model.rope_theta"]`, or `"optimizer"`
+    (docs/checkpoint.md). A new run refuses unknown names, a resumed run warns of them."""
 
     def __post_init__(self) -> None:
         folder = Path(self.folder)

@@ -20,16 +20,15 @@ from titanlite.tokenizers.huggingface import HuggingFace, HuggingFaceTokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class SentencePiece(HuggingFace, name="sentencepiece"):
-    """SentencePiece's tokenizer.model (BPE or Unigram with byte fallback), such as Llama 2's, or a file that
-    SentencePiece's trainer wrote."""
+    """SentencePiece's tokenizer.model (BPE or Unigram with byte fallback), such as Llama 2's."""
 
     FILE: ClassVar = "tokenizer.model"
     path: PathText
-    """tokenizer.model, or the directory that holds it."""
+    """tokenizer.model, or its directory."""
     bos: str = ""
-    """Token at the start of a document; empty: the model's BOS, or EOS if it has none."""
+    """Token before a document; empty: the model's BOS, else EOS."""
     eos: str = ""
-    """Token at the end of a document; empty: the model's EOS."""
+    """Token after a document; empty: the model's EOS."""
 
     def build(self) -> HuggingFaceTokenizer:
         path = Path(self.path)

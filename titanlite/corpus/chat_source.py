@@ -21,19 +21,18 @@ from titanlite.tokenizers.base import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(Limits, CachedSource, name="chat"):
-    """Conversations in .jsonl, .ndjson and .json files, one per line or as one JSON array, and in .parquet
-    files, one per row, tokenised on first use. A conversation has `messages` with `role` and `content`, or
-    ShareGPT's `conversations` with `from` and `value`. The tokenizer's chat template renders them, and only
-    the assistant's tokens count in the loss."""
+    """Conversations, tokenised on first use: `messages` (`role`, `content`) or ShareGPT's `conversations`
+    (`from`, `value`) in JSON or .parquet. The tokenizer's chat template renders them; only the assistant's
+    tokens count in the loss."""
 
     path: list[PathText]
-    """Files, directories and globs of .jsonl, .ndjson, .json (also compressed) and .parquet files."""
+    """Files, directories and globs of .jsonl, .ndjson, .json (also compressed) and .parquet."""
     max_tokens: int = 0
-    """Leave out conversations of more than this many tokens, and log how many; 0: none. A conversation of
-    more than training.seq_len + 1 tokens is cut, and its later part is trained without the question."""
+    """Leave out longer conversations, and log how many; 0: none. Conversations longer than a sequence are
+    cut."""
     ignore_fields: list[str] = dataclasses.field(default_factory=list)
-    """Names of fields of conversations and messages to leave out. A field that neither the chat template nor
-    titanlite reads is otherwise an error, unless it is empty or a description such as `id`."""
+    """Fields to leave out. Otherwise a field that neither template nor titanlite reads is an error, unless
+    empty or a description such as `id`."""
 
     def __post_init__(self) -> None:
         CachedSource.__post_init__(self)

@@ -33,11 +33,11 @@ class HubSplit:
     """The part of a Hugging Face dataset that is read."""
 
     config: str = ""
-    """Configuration of a Hugging Face dataset, also called its subset; empty: the default one."""
+    """Configuration (subset) of a Hugging Face dataset; empty: the default."""
     split: str = "train"
     """Split of a Hugging Face dataset."""
     revision: str = ""
-    """Branch, tag or commit of a Hugging Face dataset; empty: the newest commit."""
+    """Branch, tag or commit of a Hugging Face dataset; empty: the newest."""
 
 
 def hub_files(name: str, split: HubSplit) -> tuple[list[Path], dict[str, str]]:

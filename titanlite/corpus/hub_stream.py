@@ -16,12 +16,11 @@ from titanlite.data.stream_source import Document, DocumentStream
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(HubSplit, DocumentStream, name="huggingface"):
-    """A dataset of the Hugging Face hub in streaming mode, in any format that the `datasets` library streams,
-    such as Parquet, JSON, CSV, Arrow and the .tar files of WebDataset. A preparation keeps only the texts on
-    disk, a run nothing."""
+    """A dataset of the Hugging Face hub in streaming mode, in any format that the `datasets` library
+    streams."""
 
     path: PathText
-    """Name on the hub, or a directory with a dataset's files."""
+    """Name on the hub, or directory of a dataset's files."""
 
     @cached_property
     def _builder(self) -> Any:

@@ -303,11 +303,11 @@ class MegatronTokens(ShardedTokens):
 
 @dataclass(frozen=True, kw_only=True)
 class Megatron(Source, name="megatron"):
-    """Files of Megatron-LM's `preprocess_data.py`, read in place: `PREFIX.bin` and `PREFIX.idx`. Tokens are
-    read as they are, so the files decide which special tokens frame a document."""
+    """`PREFIX.bin` and `PREFIX.idx` of Megatron-LM's `preprocess_data.py`, read in place. The files decide
+    which special tokens frame a document."""
 
     path: list[PathText]
-    """Prefixes: paths without `.bin` and `.idx`. Several prefixes are one source, in this order."""
+    """Prefixes without `.bin` and `.idx`, read as one source in this order."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Training data: a weighted mixture of sources, packed into sequences of seq_len tokens."""
+    """Training data: a weighted mixture of sources, packed into sequences."""
 
     sources: list[Source]
     """Sources to train on, one `[[data.sources]]` table each."""
@@ -40,24 +40,22 @@ class Data:
     """Sources to validate on, one `[[data.validation_sources]]` table each. If their weights differ,
     eval/loss is the mean of the sources' losses by weight; otherwise it is the mean over all tokens."""
     holdout_sequences: int = 0
-    """Number of sequences of `data.sources` to hold out for validation, split over the sources by weight.
-    They are never trained on. Cannot be combined with validation_sources."""
+    """Sequences held out for validation, from all sources by weight, and never trained on. Not with
+    validation_sources."""
     skip_sequences: list[list[int]] = field(default_factory=list)
-    """Ranges `[FIRST, LAST]` of training sequences that the run skips for good, by global number, both ends
-    included: `[[96, 111], [400, 415]]`. The log of a skipped step names its sequences. Only sequences that
-    the run has not trained on yet can be skipped."""
+    """Ranges `[FIRST, LAST]` of sequence numbers never to train on, ends included: `[[96, 111], [400, 415]]`;
+    not yet trained on."""
     packing: Literal["chunk", "best_fit"] = "chunk"
-    """How documents become sequences: `chunk` splits the concatenated documents every seq_len tokens;
-    `best_fit` puts whole documents together and splits only documents longer than a sequence."""
+    """`chunk`: split the concatenated documents every seq_len tokens. `best_fit`: put whole documents
+    together, and split only documents longer than a sequence."""
     mask_documents: bool = False
-    """Restrict attention to the tokens of the same document, and restart positions at 0 in each document."""
+    """Restrict attention to the same document, and restart positions at 0 in each."""
     num_workers: int = 2
-    """Loader processes per rank; 0 loads in the training process. The data order does not depend on it,
-    except for a stream."""
+    """Loader processes per rank; 0: the training process loads. Only a stream's order depends on it."""
     cache_dir: PathText = "outputs/cache"
-    """Folder for the tokens of sources that tokenise on first use, and for packing indices."""
+    """Folder for packing indices and tokens of sources that tokenise on first use."""
     verify: Literal["sizes", "full"] = "sizes"
-    """Check of the shards at start: `sizes` compares file sizes, `full` the SHA-256 of every file."""
+    """Check of the shards at start: file sizes, or the SHA-256 of every file."""
 
     def __post_init__(self) -> None:
         if not self.sources:

@@ -38,10 +38,9 @@ class Source(Component, makes=(ShardedTokens,)):
     uses_cache = True
 
     weight: float = 1.0
-    """Share of this source in the training sequences, relative to the weights of all sources. 0: only stages
-    that give the source a weight read it."""
+    """Share of the training sequences, relative to all weights. 0: read only in stages that give a weight."""
     max_epochs: float = 0.0
-    """Maximum number of epochs of this source in a run; 0: no limit."""
+    """Epochs of this source that a run may take; 0: no limit."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.weight <= 1e9:
@@ -138,7 +137,7 @@ class Tokens(Source, name="tokens"):
     """A dataset directory made by `titanlite prepare` or by `write_shards`."""
 
     path: PathText
-    """The dataset directory, which holds dataset.json."""
+    """The directory with dataset.json."""
     uses_cache = False
 
     def check(self, tokenizer: Tokenizer) -> bool:

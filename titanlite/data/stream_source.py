@@ -24,8 +24,7 @@ class DocumentStream(Component, kind="stream", makes=(Iterable,)):
     source, select a subclass by its name. A subclass implements `build`."""
 
     max_documents: int = 0
-    """Number of documents after which the stream is left, or begins again as a source of training; 0: read it
-    to its end."""
+    """Documents after which the stream is left, or begins again as a source of training; 0: all."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "max_documents")
@@ -55,20 +54,18 @@ class DocumentStream(Component, kind="stream", makes=(Iterable,)):
 
 @dataclass(frozen=True, kw_only=True)
 class Stream(StreamedSource, name="stream"):
-    """Documents that are tokenised while the run trains on them: `stream = { name = "huggingface", path =
-    "allenai/c4", config = "en" }` is a Hugging Face dataset in streaming mode. A stream is the only source of
-    training, is read in its order, without shuffling, and begins again at its end, for each loader worker at
-    the end of its share. A run resumes exactly, but only on as many data-parallel ranks and loader
-    workers."""
+    """Documents tokenised while the run trains on them, in their order: `stream = { name = "huggingface",
+    path = "allenai/c4", config = "en" }`. The only source of training. A resume needs as many data-parallel
+    ranks and loader workers."""
 
     stream: DocumentStream
     """The stream of documents."""
     field: str = "text"
-    """The field or column of the stream's documents that holds the text. In a WebDataset, the suffix of the
-    members with the text, such as `txt`."""
+    """Field or column with the text; in a WebDataset, the suffix of the members with the text, such as
+    `txt`."""
     bad_documents: Literal["stop", "skip"] = "stop"
-    """Action for a document without text: a null, a missing field, another type, or characters that are
-    not Unicode. `stop` ends the run; `skip` leaves it out, and logs the number. It may change on resume."""
+    """At a document without text (null, missing, another type, not Unicode), `stop` the run, or `skip` it and
+    log the number. It may change on resume."""
 
     @property
     def path(self) -> str:

@@ -38,12 +38,10 @@ class Limits:
     """Limits of memory and work for a corpus of unknown origin."""
 
     max_document_mib: int = 64
-    """Maximum size of a document in MiB: a line of .jsonl, a row of .parquet, or any other file,
-    uncompressed. A larger document is bad input. Reading a document takes several times its size in
-    memory."""
+    """Largest document (line, row or file, uncompressed) in MiB; a larger one is bad input. Reading takes
+    several times this memory."""
     max_compression_ratio: int = 100
-    """Stop at a .gz or .zst file that decompresses to more than 256 MiB and more than this many times its
-    size. Text compresses to between a third and a thirtieth of its size."""
+    """Stop at a .gz or .zst file of over 256 MiB uncompressed and over this many times its size."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_document_mib", "max_compression_ratio")

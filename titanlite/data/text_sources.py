@@ -51,15 +51,14 @@ class CachedSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class Text(Limits, CachedSource, name="text"):
-    """Text files, tokenised on first use. .jsonl, .ndjson and .json files have one document per line,
-    .parquet files one per row; any other file is one document. For more than a few gigabytes run `titanlite
-    prepare` first."""
+    """Text files, tokenised on first use: one document per line of .jsonl, .ndjson and .json, per row of
+    .parquet, or per other file. Above a few gigabytes, use `titanlite prepare`."""
 
     path: list[PathText]
-    """Files, directories (of which .txt, .jsonl, .ndjson, .json and .parquet files are read, also compressed)
-    and globs."""
+    """Files, globs and directories, of which .txt, .jsonl, .ndjson, .json and .parquet files are read, also
+    compressed."""
     field: str = "text"
-    """The field of a JSON line, or the column of a .parquet file, that holds the text."""
+    """Field of a JSON line, or column of .parquet, with the text."""
 
     def __post_init__(self) -> None:
         CachedSource.__post_init__(self)
@@ -79,8 +78,8 @@ class Text(Limits, CachedSource, name="text"):
 
 @dataclass(frozen=True, kw_only=True)
 class PythonStdlib(CachedSource, name="python_stdlib"):
-    """The .py files of the running interpreter's standard library without its tests: real text on every
-    machine that runs titanlite, about 3 million tokens. The text depends on the Python version."""
+    """The .py files of the running Python's standard library, without tests: about 3 million tokens, which
+    depend on the Python version."""
 
     def fingerprint(self) -> str:
         return fingerprint_of_files(stdlib_files(), self.name, "")

@@ -13,21 +13,20 @@ class ExpertMetrics(OpenMetric):
     """Loads of the experts. A detailed report has the table of their loads, too.
 
     Metrics:
-        moe/max_violation, moe/max_violation_mean (share): models with experts: by how much the expert with
-            most tokens in this step is above the mean of its layer; the largest and the mean of all layers
+        moe/max_violation, moe/max_violation_mean (share): models with experts: how far the busiest expert is
+            above the mean of its layer; the largest and the mean of all layers
             ([balance](moe.md#load-balance)). 0 is balanced; the console shows the first
-        moe/dead_experts (experts): experts of all layers without a token in this step
-        moe/router_entropy (nats): entropy of the router's mean probabilities over the step, the mean of all
-            layers; log E if they are equal
-        moe/balance_loss: E x sum of f P over the experts with the loads f of this step, the mean of all
-            layers; 1 is balanced. It is measured with every `moe.load_balance`
-        moe/forced: 1 with `moe.force_load_balance`, otherwise absent; the console then says `forced load
-            balance`
-        moe/z_loss (nats per token): with `moe.z_loss_coeff`: z-loss of the routers, with its coefficient, the
-            sum of all layers; not part of `train/loss`
-        moe/max_rank_load: with experts on several ranks: the tokens of the rank that gets most in this step,
-            over the mean of the ranks; the largest of all layers. If several groups of ranks share out the
-            experts, their counts are added first, so that one rank may get more
+        moe/dead_experts (experts): experts without a token in this step, of all layers
+        moe/router_entropy (nats): entropy of the router's mean probabilities, the mean of all layers; log E
+            if they are equal
+        moe/balance_loss: E x sum of f P with this step's loads f, the mean of all layers; 1 is balanced.
+            Measured with every `moe.load_balance`
+        moe/forced: 1 with `moe.force_load_balance`, otherwise absent; the console says `forced load balance`
+        moe/z_loss (nats per token): z-loss of the routers, with `moe.z_loss_coeff`, the sum of all layers;
+            not part of `train/loss`
+        moe/max_rank_load: with experts on several ranks: tokens of the busiest rank over the mean of the
+            ranks, the largest of all layers. Counts of several groups of ranks that share out the experts are
+            added first
     """
 
     def __init__(self, loads: ExpertLoads, sinks: Sinks):

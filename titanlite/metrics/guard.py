@@ -31,41 +31,30 @@ MAX_WINDOW = 10_000  # each checkpoint holds the window
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """The reaction to steps whose loss or gradient norm is not finite or far too high, and to spikes of the
-    loss."""
+    """Reaction to steps that are not finite, to outliers and to spikes (docs/numerics.md)."""
 
     skip_non_finite: bool = True
-    """true: skip the update of a step whose loss or gradient norm is not finite. Weights and optimizer state
-    stay as they are, and the sequences of the step count as consumed. false: the first such step ends the run
-    with exit code 4; its update is not applied."""
+    """Skip the update of a step whose loss or gradient norm is not finite. false: such a step ends the run
+    with exit code 4."""
     skip_sigma: float = 0.0
-    """Skip the update of an outlier, too: a step whose loss or logarithm of the gradient norm lies more than
-    this many standard deviations above the median of the accepted steps before it. The standard deviation is
-    estimated by the median absolute deviation, and is at least 0.01 for the loss and 0.05 for the logarithm.
-    6 skips almost no normal step. 0: off."""
+    """Also skip outliers: loss or logarithm of the gradient norm more than this many standard deviations
+    above the median of accepted steps. 6 skips almost no normal step. 0: off."""
     window: int = 128
-    """Number of newest accepted steps with which skip_sigma compares a step."""
+    """Newest accepted steps that skip_sigma compares with."""
     min_window: int = 64
-    """Number of accepted steps from which on skip_sigma applies."""
+    """Accepted steps before skip_sigma applies."""
     max_consecutive: int = 8
-    """Number of steps in a row that are not finite after which the run ends with exit code 4, because
-    training has diverged. After as many outliers in a row the next step is applied, and later steps are
-    compared with the steps from that one on."""
+    """Steps in a row that are not finite, after which the run ends with exit code 4; after as many outliers,
+    the next step is applied."""
     on_spike: Literal["log", "stop", "rewind"] = "log"
-    """Reaction to a spike, which is a loss that rises and stays up: the median of the newest 16 accepted
-    losses lies above the median of the 256 before, by more than 6 standard deviations and 0.1 nats, for 16
-    steps in a row. `log`: log it, and tell the sinks. `stop`: also end the run with exit code 4, and name the
-    checkpoint to go back to. `rewind`: go back to an earlier checkpoint without a restart, and skip the
-    sequences of the spike for good. Without such a checkpoint the run ends as with `stop`."""
+    """Reaction to a spike, a loss that rises and stays up: `log` it; `stop` the run with exit code 4; or
+    `rewind` to an earlier checkpoint (without one: stop), and skip the spike's sequences for good."""
     rewind_margin: int = 100
-    """A rewind goes back to the newest healthy checkpoint that is at least so many steps older than the first
-    step of the spike. Such a checkpoint is kept beside the checkpoints of
-    checkpoint.keep_latest_k."""
+    """A rewind goes to the newest healthy checkpoint at least this many steps older than the spike."""
     skip_before: int = 0
-    """Steps before the first step of a spike whose sequences a rewind skips, too; below rewind_margin. The
-    other skipped sequences belong to the spike's first step up to the step at which it was detected."""
+    """Steps before the spike whose sequences a rewind skips, too; below rewind_margin."""
     max_rewinds: int = 3
-    """Number of rewinds of a run. The next spike ends it with exit code 4."""
+    """Rewinds of a run; the next spike ends it with exit code 4."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "window", "min_window", "max_consecutive")

@@ -24,13 +24,12 @@ class Hardware(OpenMetric):
     """The state of all ranks' GPUs, in detailed reports; nothing on other devices.
 
     Metrics:
-        memory/alloc_retries: how often torch freed its cached memory and tried again, because memory was
-            short, over all ranks since the previous detailed report; above 0 costs speed
+        memory/alloc_retries: how often torch freed its cache and tried again for want of memory, over all
+            ranks since the previous detailed report; costs speed
         gpu/power_w, gpu/power_w_rank (W): highest power draw
         gpu/sm_clock_mhz, gpu/sm_clock_mhz_rank (MHz): lowest clock of the multiprocessors
         gpu/temperature_c, gpu/temperature_c_rank (C): highest temperature
-        gpu/utilization_pct, gpu/utilization_pct_rank (%): lowest share of the last moments in which a kernel
-            ran
+        gpu/utilization_pct, gpu/utilization_pct_rank (%): lowest share of recent time in which a kernel ran
     """
 
     def __init__(self, rt: Runtime):

@@ -30,21 +30,18 @@ from titanlite.step_clock import StepClock
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Which metrics are reported, where and how often. The console, metrics.jsonl, events.jsonl and
-    samples.txt always get them; `[[metrics.sinks]]` tables name more sinks, each at most once.
-    `[[metrics.extra]]` tables add metrics from outside the package.
-    """
+    """Which metrics are reported, and where. Console, metrics.jsonl, events.jsonl and samples.txt always get
+    them; `[[metrics.sinks]]` adds sinks, each at most once, `[[metrics.extra]]` metrics from outside the
+    package."""
 
     log_freq: Interval = 10
     """Steps between reports. The first and the last step always report."""
     detail_freq: Interval = 100
-    """Steps between detailed reports, which cost more: norms of every parameter, statistics of the tokens'
-    losses, a breakdown of the step's time, the state of the hardware. The first and the last step of the run
-    have them, too; 0: none."""
+    """Steps between detailed reports: norms of every parameter, token losses, step times, hardware. 0: none;
+    otherwise also at the run's first and last step."""
     probe_freq: Interval = 0
-    """Steps between probes: an additional forward of the first micro-batch that measures the residual stream,
-    attention and dead MLP units of each block, into metrics and probe.jsonl. The first and the last step of
-    the run have one, too; 0: none."""
+    """Steps between probes of each block's residual stream, attention and dead MLP units. 0: none; otherwise
+    also at the run's first and last step."""
     extra: list[Metric] = field(default_factory=list)
     """Metrics from outside the package, one `[[metrics.extra]]` table each, measured in every report."""
     sinks: list[Sink] = field(default_factory=lambda: [TensorBoard()])
@@ -113,20 +110,20 @@ class Meter:
 
     Metrics:
         throughput/tokens_per_second (tokens/s): positions computed, padding included, over all ranks
-        throughput/tokens_per_second_per_device (tokens/s per GPU): the same, divided by the number of ranks
-        throughput/tflops (TFLOP/s per GPU): model FLOPs: 6 per parameter and token, and attention;
-            recomputation is not counted. All parameters count except an embedding that is only looked up,
-            norm weights too. With `[lora]`, a frozen parameter has 4; that includes the gradient of the first
-            block's input, which is not computed
+        throughput/tokens_per_second_per_device (tokens/s per GPU): the same per rank
+        throughput/tflops (TFLOP/s per GPU): model FLOPs: 6 per parameter and token, and attention, without
+            recomputation. All parameters count but an embedding that is only looked up. With `[lora]`, a
+            frozen parameter has 4; that includes the gradient of the first block's input, which is not
+            computed
         throughput/mfu (share): model FLOPs relative to the device's dense bf16 peak; absent for an unknown
             device and in float32
         time/step_s (s): mean time of a step
-        time/data_wait_pct (%): share of the time in which rank 0 waited for its next batch
-        time/to_first_step_s (s): from the start of the set-up to the end of the first step; reported once
-        memory/peak_allocated_gib (GiB): peak memory of tensors on rank 0's GPU
-        memory/peak_reserved_gib (GiB): peak memory that torch had reserved on it: this has to fit
+        time/data_wait_pct (%): time in which rank 0 waited for its next batch
+        time/to_first_step_s (s): from the start of the set-up to the end of the first step; once
+        memory/peak_allocated_gib (GiB): peak of tensors on rank 0's GPU
+        memory/peak_reserved_gib (GiB): peak that torch reserved on it: this has to fit
         memory/max_allocated_gib, memory/max_reserved_gib (GiB): with several GPUs: the same of the GPU that
-            has most, for example the GPU of the first pipeline stage
+            has most
     """
 
     device: torch.device
@@ -159,13 +156,13 @@ class Meter:
         """Keeps the body's time out of the step time and reports it, in seconds, under `key`.
 
         Metrics:
-            time/validation_s (s): time of validation on sequences
-            time/tasks_s (s): time of scoring the tasks
-            time/generation_s (s): time of samples
-            time/probe_s (s): time of [probes](#the-probe)
-            time/rewind_s (s): time of a rewind after a spike ([numerics.md](numerics.md#rewinds))
-            time/profiling_s (s): time of writing profiles
-            checkpoint/stall_s (s): time that a save held up training
+            time/validation_s (s): validation on sequences
+            time/tasks_s (s): scoring of tasks
+            time/generation_s (s): samples
+            time/probe_s (s): [probes](#the-probe)
+            time/rewind_s (s): a rewind after a spike ([numerics.md](numerics.md#rewinds))
+            time/profiling_s (s): writing of profiles
+            checkpoint/stall_s (s): pause of training for a save
         """
         self.synchronize()  # work of the steps that is still queued on the device counts as theirs
         began = time.perf_counter()

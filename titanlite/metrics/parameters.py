@@ -66,19 +66,18 @@ class ParameterMetrics(OpenMetric):
     parameter go to the table `parameters`.
 
     Metrics:
-        norms/grad_max, norms/grad_max_name: largest norm of a parameter's gradient, before clipping, and the
-            parameter; if norms are not finite, the first such parameter
+        norms/grad_max, norms/grad_max_name: largest norm of a parameter's gradient before clipping, and the
+            parameter; the first that is not finite, if any
         norms/weight: norm of all trained weights after the step
         norms/update_ratio_min, norms/update_ratio_min_name: smallest norm of an update relative to the norm
             of its weight, and the parameter
-        norms/update_ratio_median: the median of the same over the parameters
-        norms/update_ratio_max, norms/update_ratio_max_name: the largest of the same, and the parameter
-        train/clipped_tensors (share): with `training.clip = "tensor"`: parameters whose gradient the step
-            scaled down
+        norms/update_ratio_median: the median over parameters
+        norms/update_ratio_max, norms/update_ratio_max_name: the largest, and the parameter
+        train/clipped_tensors (share): with `training.clip = "tensor"`: parameters whose gradient was scaled
+            down
         train/noise_scale_signal: estimate of the squared norm of the expected gradient
         train/noise_scale_noise: estimate of the gradient's variance in a step, summed over all elements
-        train/noise_scale_sequences (sequences): the noise scale from these two; absent if one of them is not
-            above 0
+        train/noise_scale_sequences (sequences): the noise scale from these two; absent if one is not above 0
     """
 
     def __init__(self, statistics: ParameterStatistics, clipper: Clipper, sinks: Sinks, rt: Runtime):

@@ -19,12 +19,11 @@ class ProbeMetrics(OpenMetric):
 
     Metrics:
         probe/residual_rms_last: root mean square of the residual stream after the last block
-        probe/residual_max, probe/residual_max_block: largest magnitude in the residual stream after any
-            block, and the block
-        probe/attention_logit_max, probe/attention_logit_max_head: largest attention logit of any head (a
-            query times a key, scaled by 1 / sqrt(head_dim)), and its block and head
+        probe/residual_max, probe/residual_max_block: largest magnitude after any block, and the block
+        probe/attention_logit_max, probe/attention_logit_max_head: largest attention logit of any head (query
+            times key, scaled by 1 / sqrt(head_dim)), and block and head
         probe/attention_entropy_min, probe/attention_entropy_min_head (nats): smallest mean entropy of a
-            head's attention probabilities, and its block and head
+            head's attention probabilities, and block and head
         probe/dead_units_pct, probe/dead_units_pct_block (%): largest share of dead MLP units in any block,
             and the block
     """

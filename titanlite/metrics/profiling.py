@@ -30,26 +30,26 @@ RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
 @dataclass(frozen=True, kw_only=True)
 class Profiling:
-    """Profiles of chosen steps: time by kernel, and memory by allocation."""
+    """Profiles of chosen steps: time by kernel, memory by allocation."""
 
     enable_profiling: bool = False
     """Trace the last profiler_active steps of each cycle of profile_freq steps."""
     profiler: Literal["torch", "nsys"] = "torch"
-    """`torch`: write traces for ui.perfetto.dev to <dump_folder>/profile/, and at the end of the run log a
-    table of the kernels that took longest. `nsys`: NVTX ranges and capture ranges, for
-    `nsys profile -c cudaProfilerApi --capture-range-end=repeat`."""
+    """`torch`: traces for ui.perfetto.dev in <dump_folder>/profile/, and a final table of the longest kernels
+    in the log. `nsys`: NVTX and capture ranges, for `nsys profile -c cudaProfilerApi
+    --capture-range-end=repeat`."""
     enable_memory_snapshot: bool = False
-    """Write the allocations of the traced steps to <dump_folder>/profile/, for pytorch.org/memory_viz."""
+    """Write the traced steps' allocations to <dump_folder>/profile/, for pytorch.org/memory_viz."""
     profile_freq: int = 10
-    """Steps per cycle. Each cycle ends with a trace."""
+    """Steps per cycle, which ends with a trace."""
     profiler_warmup: int = 2
-    """Steps before the traced steps in which the profiler already runs, so that its start is not traced."""
+    """Steps before a trace in which the profiler already runs."""
     profiler_active: int = 1
     """Steps per trace."""
     profile_cycles: int = 1
-    """Number of traces to take; 0: one per cycle."""
+    """Traces to take; 0: one per cycle."""
     ranks: list[int] = field(default_factory=lambda: [0])
-    """Ranks that are traced."""
+    """Ranks to trace."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "profiler_warmup", "profile_cycles")

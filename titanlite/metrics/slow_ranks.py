@@ -40,8 +40,8 @@ class SlowRanks(OpenMetric):
 
     Metrics:
         time/slowest_rank, time/slowest_rank_pct (%): with several ranks: the rank that needed most time per
-            step itself, without its waits for other ranks, and by how much that time is above the median over
-            ranks ([slow ranks](troubleshooting.md#a-rank-is-slow))
+            step without waits for other ranks, and by how much it is above the median ([slow
+            ranks](troubleshooting.md#a-rank-is-slow))
     """
 
     def __init__(self, rt: Runtime):

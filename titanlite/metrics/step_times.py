@@ -22,15 +22,12 @@ class StepTimes(OpenMetric):
     Metrics:
         time/data_s (s): wait for the batches
         time/forward_s (s): forward and loss
-        time/statistics_s (s): the [statistics of token losses](#the-loss-in-detail), which only a step with a
-            detailed report computes
+        time/statistics_s (s): [statistics of token losses](#the-loss-in-detail)
         time/backward_s (s): backward, with the reduction of gradients
-        time/forward_backward_s (s): with pipeline parallel and CUDA graphs: both, with the bubbles of a
-            pipeline's schedule
+        time/forward_backward_s (s): with pipeline parallel and CUDA graphs: both, with a pipeline's bubbles
         time/optimizer_s (s): gradient norm, clipping, optimizer step, and the wait for a save that still
             copies weights
-        time/communication_wait_s (s): with several ranks: the part of the step in which the rank waited for
-            collectives
+        time/communication_wait_s (s): with several ranks: waits for collectives
     """
 
     def __init__(self, rt: Runtime):

@@ -20,13 +20,12 @@ class TokenMetrics(OpenMetric):
     """Accuracy, losses by position and by source, and the size of the logits, in detailed reports.
 
     Metrics:
-        train/accuracy (share): targets that are the likeliest token; a tie for the largest logit counts as a
-            hit
-        loss/position_NN (nats per token): mean loss by position in the sequence, in 16 equal ranges of
-            `training.seq_len`, NN from 00 to 15; steps with shorter sequences have only the first of them
-        loss/source/NAME (nats per token): with several sources: mean loss of the sequences of each source
+        train/accuracy (share): targets that are the likeliest token; a tie counts as a hit
+        loss/position_NN (nats per token): mean loss by position, in 16 equal ranges of `training.seq_len`, NN
+            from 00 to 15; steps of shorter sequences have the first of them
+        loss/source/NAME (nats per token): with several sources: mean loss of each
         logits/max: largest magnitude of a logit
-        logits/mean_log_z: mean of log Z, the logarithm of the sum of exp(logits)
+        logits/mean_log_z: mean of log Z, with Z the sum of exp(logits)
         numerics/loss_minus_fp32 (nats per token): `train/loss` minus the cross-entropy in fp32
     """
 

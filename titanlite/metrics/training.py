@@ -19,21 +19,21 @@ class TrainingMetrics(OpenMetric):
     """Loss, learning rate and progress.
 
     Metrics:
-        train/loss (nats per token): mean loss over all targets that count, over all ranks; NaN if there is
-            none ([data.md](data.md#chat))
-        train/targets (tokens): targets that count, over all ranks
+        train/loss (nats per token): mean loss over all targets that count; NaN if there is none
+            ([data.md](data.md#chat))
+        train/targets (tokens): targets that count
         train/perplexity: exp(`train/loss`)
         train/grad_norm: total norm of the gradient before clipping
-        train/learning_rate: `optimizer.lr` times the schedule's factor; parameter groups may multiply it
-        train/skipped_steps (steps): steps of the run whose update was skipped, because loss or gradient norm
-            was not finite or, with `guard.skip_sigma`, an outlier
-        progress/total_tokens (tokens): targets that the run has trained on or skipped: the targets of
-            skipped steps (`train/skipped_steps`) count, as their sequences do
-        progress/remaining_tokens (tokens): tokens of the sequences that the run has left, seq_len for each
-        progress/sequences (sequences): sequences that the run has trained on or skipped: the sequences of the
-            next step begin with this number
+        train/learning_rate: `optimizer.lr` times the schedule's factor, without the multipliers of parameter
+            groups
+        train/skipped_steps (steps): steps of the run whose update was skipped: not finite or, with
+            `guard.skip_sigma`, outliers
+        progress/total_tokens (tokens): targets that the run has trained on or skipped (`train/skipped_steps`)
+        progress/remaining_tokens (tokens): seq_len tokens for each sequence that the run has left
+        progress/sequences (sequences): sequences that the run has trained on or skipped: the number of the
+            next one
         data/skipped_sequences (sequences): sequences skipped for good that the run has passed
-            ([data.md](data.md#order)); absent if the run skips none
+            ([data.md](data.md#order)); absent if it skips none
         data/batch_sha: hash of the step's sequences, 16 hexadecimal digits: equal on every layout
     """
 
@@ -81,9 +81,9 @@ class ModelMetrics(OpenMetric):
     Metrics:
         train/z_loss (nats per token): mean z-loss, with its multiplier (`loss.z_loss_multiplier`); not part
             of `train/loss`
-        train/NAME (nats per token): auxiliary loss NAME of the model or of a loss from outside the package,
-            if it has one; not part of `train/loss`
-        model/NAME: statistic NAME of the model, the mean over ranks, if it has one
+        train/NAME (nats per token): auxiliary loss NAME of the model or of a loss from outside the package;
+            not part of `train/loss`
+        model/NAME: statistic NAME of the model, the mean over ranks
     """
 
     def __init__(self, model: ShardedModel, rt: Runtime):
@@ -102,8 +102,8 @@ class CompileMetrics(OpenMetric):
     """Compilations since the previous report.
 
     Metrics:
-        compile/graphs (graphs): graphs compiled since the previous report. After the first report it means a
-            recompilation, which is logged with its reason; each sequence length is compiled once
+        compile/graphs (graphs): graphs compiled since the previous report; after the first report a
+            recompilation, whose reason is logged. Each sequence length is compiled once
         compile/seconds (s): time of these compilations
     """
 

@@ -258,12 +258,11 @@ class ModelFamily(Component, kind="model", makes=(Decoder,)):
     """Base of model families: `[model] name = "..."` selects a subclass by its name."""
 
     flavor: str
-    """Name of the model's size: one of the family's flavors."""
+    """Size of the model: one of the family's flavors."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Fields of the flavor to replace, for example `{ n_layers = 4 }`."""
+    """Fields of the flavor to replace: `{ n_layers = 4 }`."""
     origin: str = ""
-    """Directory whose config.json has given flavor and overrides, for messages. A run of the model
-    "huggingface" records it."""
+    """Recorded by the model "huggingface", for messages: the directory of its config.json."""
 
     tp_fields: ClassVar[dict[str, str]] = {
         "n_heads": "",

@@ -227,14 +227,14 @@ def read_family(folder: Path, wanted: ModelFamily | None = None) -> ModelFamily:
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(ModelFamily, name="huggingface"):
-    """The family, flavor and overrides that the config.json in a Hugging Face directory describes. A run
-    records these in place of the path, so that its job.toml resumes without config.json."""
+    """The model that the config.json in a Hugging Face directory describes. A run records family, flavor and
+    overrides, and resumes without the directory's config.json."""
 
     flavor: ClassVar[str] = ""  # type: ignore[misc]  # no key: config.json decides it
     origin: ClassVar[str] = ""  # type: ignore[misc]  # no key: the path
     path: PathText
-    """Hugging Face directory with a config.json. Its weights are read by checkpoint.initial_load_path, its
-    tokenizer by tokenizer.name = "huggingface"."""
+    """Directory with config.json. checkpoint.initial_load_path reads its weights, tokenizer.name =
+    "huggingface" its tokenizer."""
 
     def __post_init__(self) -> None:
         if not self.path:

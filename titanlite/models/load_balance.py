@@ -33,29 +33,22 @@ def is_load(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadBalance:
-    """The balance of experts, for model families that have experts. No token is ever dropped: experts that
-    get more tokens than others only take longer."""
+    """Balance of experts, for families that have experts. No token is ever dropped."""
 
     load_balance: Literal["none", "global", "sequence", "bias"] = "global"
-    """`global`: minimise E x sum over experts of f P in each layer, for E experts (Fedus et al. 2021). f is
-    the expert's share of the tokens in the previous step, over all sequences of the global batch, and P the
-    router's mean probability of it (Qiu et al. 2025). `sequence`: the same, with f and P of each sequence, so
-    that every sequence uses all experts. `bias`: no loss; after each step, add load_balance_coeff to the
-    router's correction bias of experts below the mean load, and subtract it above (Wang et al. 2024); only
-    for families that have the bias. `none`: routers are free, and may leave most experts without tokens."""
+    """`global`: minimise a loss for equal loads over the global batch. `sequence`: over each sequence.
+    `bias`: move the router's correction bias instead, in families that have it. `none`: free routers, which
+    may leave most experts without tokens."""
     load_balance_coeff: float | None = None
-    """The coefficient of the loss, or the step of the bias. Default: 0.01 for `global` and `sequence`, 0.001
-    for `bias`. The loss of balanced experts is 1 in each layer, times this; Hugging Face's
-    router_aux_loss_coef is smaller by the factor of experts per token."""
+    """Coefficient of the loss, or step of the bias. Unset: 0.01 for `global` and `sequence`, 0.001 for
+    `bias`."""
     sequence_loss_coeff: float = 0.0
-    """Also minimise the loss `sequence` times this, in addition to another load_balance. DeepSeek-V3 has
-    0.0001, with `bias`."""
+    """Coefficient of the loss `sequence` beside another load_balance. DeepSeek-V3 has 0.0001, with `bias`."""
     z_loss_coeff: float = 0.0
-    """Also minimise this times the mean square of the log-sum-exp of the router's logits, in each layer,
-    which keeps the logits small (Zoph et al. 2022, with 0.001)."""
+    """Coefficient of the routers' z-loss, the mean square of the log-sum-exp of their logits (Zoph et al.
+    2022: 0.001)."""
     force_load_balance: bool = False
-    """Give every expert the same number of tokens, in turn, whatever the router's scores are. Only for
-    measurements of speed: the model learns no routing, and cannot be exported."""
+    """Give experts tokens in turn, to measure speed: the model learns no routing, and cannot be exported."""
 
     def __post_init__(self) -> None:
         for key in ("load_balance_coeff", "sequence_loss_coeff", "z_loss_coeff"):

@@ -21,20 +21,19 @@ from titanlite.models.layers import Linear
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
-    """LoRA: train and save adapters on the linear layers of a frozen base model, the weights at
-    checkpoint.initial_load_path. A run that resumes needs the same base model again."""
+    """LoRA: train and save adapters on linear layers of a frozen base model, read from
+    checkpoint.initial_load_path also on resume."""
 
     enable: bool = False
-    """Whether to train adapters."""
+    """Train adapters."""
     rank: int = 16
-    """Number of rows of A and columns of B, in y = W x + alpha / rank B A x."""
+    """Rank of the product B A in y = W x + alpha / rank B A x."""
     alpha: float = 32.0
-    """Numerator of the factor alpha / rank."""
+    """Numerator of alpha / rank."""
     targets: list[str] = field(default_factory=lambda: ["*"])
-    """Linear layers of the blocks that get an adapter, by the ends of their names, such as `q_proj` or
-    `mlp.down_proj`, or by shell-style patterns of names, such as `*_proj` or `model.layers.0.*`. A target
-    without a layer is an error. A run may resume with other targets that choose the same layers. Default:
-    all. Experts and their routers never get one."""
+    """Linear layers of the blocks that get an adapter, by ends of names (`q_proj`, `mlp.down_proj`) or
+    patterns (`*_proj`, `model.layers.0.*`); never experts and routers. Each must match. A resume may name the
+    same layers otherwise."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "rank")

@@ -43,8 +43,7 @@ FLAVORS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Mistral(ModelFamily, name="mistral"):
-    """Mistral, dense. 7B-v0.1 has a sliding window of 4096 tokens. 12B is Mistral Nemo, 24B is Mistral Small
-    3."""
+    """Mistral, dense. 7B-v0.1 has a sliding window of 4096 tokens; 12B is Nemo, 24B Small 3."""
 
     flavors = FLAVORS
     hf_model_type = "mistral"

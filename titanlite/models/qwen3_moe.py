@@ -49,7 +49,7 @@ FLAVORS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoE(MoEFamily, name="qwen3_moe"):
-    """Qwen3 with experts. Flavors are named after their parameters and the parameters that a token uses."""
+    """Qwen3 with experts. Flavors: parameters, and active parameters per token."""
 
     flavors = FLAVORS
     hf_model_type = "qwen3_moe"

@@ -27,15 +27,14 @@ class AdamWKeys(Optimizer):
     parameters by AdamW."""
 
     beta1: float = 0.9
-    """Decay rate of the running mean of the gradient."""
+    """Decay rate of the gradient's running mean."""
     beta2: float = 0.95
-    """Decay rate of the running mean of the squared gradient."""
+    """Decay rate of the squared gradient's running mean."""
     eps: float = 1e-8
-    """Added to the denominator of the update."""
+    """Added to the update's denominator."""
     state_dtype: StateDtype = "float32"
-    """How AdamW's moments are stored; updates are computed in float32. `float32`: 8 bytes per parameter.
-    `bfloat16`: 4 bytes, for beta2 of at most 0.99. `int8`: 2.125 bytes; a parameter of one dim, or whose last
-    dim is no multiple of 64, keeps float32."""
+    """Storage of AdamW's moments, in bytes per parameter: `float32` 8, `bfloat16` 4 (beta2 of at most 0.99),
+    `int8` 2.125."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,7 +107,7 @@ class AdamWKeys(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(AdamWKeys, name="adamw"):
-    """AdamW. Weight decay is decoupled: each step shrinks the weights by learning rate x weight decay."""
+    """AdamW, with decoupled weight decay: a step shrinks weights by learning rate x weight decay."""
 
     def width_exponent(self, rule: str) -> float:
         return 1.0

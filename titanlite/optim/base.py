@@ -23,19 +23,18 @@ CLIP_NORM = "clip_norm"  # key of the scalar that training.clip = "tensor" adds 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamGroup:
-    """Learning rate and weight decay of the parameters whose names match a pattern. The first pattern that
-    matches a parameter counts."""
+    """Settings of the parameters whose names match a pattern. The first match counts."""
 
     pattern: str
-    """Shell-style pattern of full parameter names: `*.mlp.*`, `model.layers.0.*`, `*.[qk]_proj.weight`. A
-    pattern that selects no parameter is an error."""
+    """Shell-style pattern of full parameter names: `*.mlp.*`, `model.layers.0.*`, `*.[qk]_proj.weight`. It
+    must match a parameter."""
     lr_multiplier: float = 1.0
-    """Factor by which optimizer.lr is multiplied for these parameters."""
+    """Factor of optimizer.lr."""
     weight_decay: float | None = None
-    """Weight decay of these parameters. Unset: optimizer.weight_decay, but 0 for norms and biases."""
+    """Weight decay. Unset: optimizer.weight_decay, but 0 for norms and biases."""
     rule: str = ""
-    """Update rule of these parameters, for an optimizer with several rules: `muon` has `muon` and `adamw`.
-    Empty: the rule that the optimizer chooses by the parameter's role."""
+    """Update rule, for an optimizer with several: `muon` has `muon` and `adamw`. Empty: by the parameter's
+    role."""
 
     def __post_init__(self) -> None:
         for key in ("lr_multiplier", "weight_decay"):
@@ -83,9 +82,9 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
     """The names of the update rules, if the optimizer has several."""
 
     lr: float = 3e-4
-    """Peak learning rate. Each step multiplies it by the factor of [lr_scheduler]."""
+    """Peak learning rate, which the factor of [lr_scheduler] multiplies."""
     weight_decay: float = 0.1
-    """Weight decay of all parameters except norms and biases, which have none."""
+    """Weight decay of all parameters except norms and biases."""
     param_groups: list[ParamGroup] = field(default_factory=list)
     """Groups of parameters with another learning rate or weight decay."""
 

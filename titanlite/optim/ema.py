@@ -17,22 +17,18 @@ from titanlite.torch_compat import foreach_copy, foreach_lerp, plain_tensor
 
 @dataclass(frozen=True, kw_only=True)
 class EMA:
-    """An exponential moving average of the weights. It changes nothing about training: validation also
-    measures it, checkpoints hold it, and `titanlite export --ema` exports it."""
+    """An exponential moving average of the weights, which training never reads; `titanlite export --ema`
+    exports it."""
 
     enable: bool = False
-    """Keep the average. It needs 4 bytes per parameter, sharded like the weights, in memory and in each
-    checkpoint, and validation takes twice as long. A run may switch it on or off when it resumes; switched
-    on, the average starts from the loaded weights."""
+    """Keep the average: 4 bytes per parameter in memory and in checkpoints, and twice the time of
+    validation."""
     decay: float = 0.999
-    """The share of the average that remains after one step. The average is mostly of the last
-    1 / (1 - decay) steps."""
+    """Share of the average that a step keeps. The average is mostly of the last 1 / (1 - decay) steps."""
     start_step: Steps = 0
-    """The average equals the weights up to and including this step, and leaves them with the first update
-    after it. It needs no bias correction, because it starts from weights and not from 0."""
+    """Last step at which the average equals the weights."""
     freq: Interval = 1
-    """Steps between updates after start_step. An update keeps decay^freq of the average, so that the average
-    reaches back equally far with every freq."""
+    """Steps between updates after start_step. An update keeps decay^freq of the average."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:

@@ -20,49 +20,39 @@ from titanlite.optim.orthogonalize import Coefficients, coefficients_of, num_flo
 
 @dataclass(frozen=True, kw_only=True)
 class Muon(AdamWKeys, name="muon"):
-    """Muon: the update of a matrix is its momentum with all singular values set to about 1. Matrices within
-    the blocks have the rule `muon`, each expert's gate, up and down projection by itself; embedding, head,
-    norms, routers and all other parameters have the rule `adamw`, with the keys beta1, beta2, eps and
-    state_dtype. `rule` in param_groups changes the choice."""
+    """Muon: the update of a matrix is its momentum with all singular values set to about 1. The rule `muon`
+    has the matrices of the blocks, each expert's projections one by one; all other parameters have the rule
+    `adamw`, with beta1, beta2, eps and state_dtype. `rule` in param_groups changes the choice."""
 
     rules: ClassVar[tuple[str, ...]] = ("muon", "adamw")
 
     momentum: float = 0.95
-    """Decay rate of the running mean of the gradient, for Muon's rule."""
+    """Decay rate of the gradient's running mean, for Muon's rule."""
     nesterov: bool = True
-    """Whether the update looks ahead by one step of momentum, as in Nesterov's method."""
+    """Look ahead by one step of momentum."""
     adjust_lr_fn: Literal["match_rms_adamw", "original", "spectral"] = "match_rms_adamw"
-    """Factor of the learning rate for a matrix with m output and n input features. `match_rms_adamw`: 0.2
-    sqrt(max(m, n)), for the learning rate and weight decay of AdamW (Moonlight, arXiv 2502.16982).
-    `original`: sqrt(max(1, m / n)), for learning rates of about 0.02. `spectral`: sqrt(m / n), for learning
-    rates that carry over to other widths."""
+    """Factor of a matrix's learning rate: for AdamW's lr and weight decay (`match_rms_adamw`), for an lr of
+    about 0.02 (`original`), or for an lr that carries over to other widths (`spectral`)."""
     adamw_lr_multiplier: float = 1.0
-    """Factor by which optimizer.lr is multiplied for parameters under AdamW's rule. With adjust_lr_fn =
-    "original", lr = 0.02 and 0.015 give these parameters 3e-4."""
+    """Factor of optimizer.lr under AdamW's rule. With `original` and lr = 0.02, 0.015 gives 3e-4."""
     ns_steps: int = 5
-    """Number of Newton-Schulz steps, which make the singular values equal."""
+    """Number of Newton-Schulz steps."""
     ns_coefficients: Literal["polar_express", "jordan"] = "polar_express"
-    """Coefficients of the Newton-Schulz steps. `polar_express` (arXiv 2505.16932): reaches smaller singular
-    values in as many steps. `jordan`: as in the original Muon and in torch.optim.Muon, to repeat published
-    runs. Either set begins as published: Polar Express with the matrix divided by 1.01 x its norm, Jordan's
-    with the matrix divided by its norm."""
+    """`polar_express` (arXiv 2505.16932) brings smaller singular values to 1 in as many steps; `jordan` is
+    torch.optim.Muon's."""
     ns_custom_coefficients: list[list[float]] = field(default_factory=list)
-    """Coefficients [a, b, c] of each Newton-Schulz step X <- a X + b (X X^T) X + c (X X^T)^2 X, instead of
-    ns_coefficients and ns_steps. The first X is the matrix divided by its norm."""
+    """Coefficients [a, b, c] of each step X <- a X + b (X X^T) X + c (X X^T)^2 X, in place of ns_coefficients
+    and ns_steps."""
     ns_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Dtype of the Newton-Schulz products, and of updates that travel between ranks. `auto`: bfloat16 on
-    CUDA, float32 elsewhere."""
+    """Dtype of the Newton-Schulz products, and of updates between ranks. `auto`: bfloat16 on CUDA, else
+    float32."""
     normalize: Literal["none", "neuron"] = "none"
-    """`neuron`: also give the rows of the update equal sizes over time, by a running mean with beta2
-    (NorMuon, arXiv 2510.05491). Each matrix that is orthogonalised keeps the norm of its update, as in the
-    authors' code; the paper's formula sets it to 0.2 sqrt(m n) instead. Two more collectives per bucket of
-    matrices, and one number of state per row."""
+    """`neuron`: give the rows of the update equal sizes over time, by a running mean with beta2 (NorMuon,
+    arXiv 2510.05491)."""
     split_heads: bool = False
-    """Whether the rows of each attention head are orthogonalised separately in the projections of queries,
-    keys and values."""
+    """Orthogonalise the rows of each attention head separately in the query, key and value projections."""
     cautious_weight_decay: bool = False
-    """Whether weights under Muon's rule decay only where the update makes them smaller, too (arXiv
-    2510.12402)."""
+    """Under Muon's rule, decay weights only where the update shrinks them, too (arXiv 2510.12402)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,21 +19,20 @@ class ThreePhases(LRScheduler):
     """Base of schedules that warm up, continue with `middle` and decay. docs/numerics.md has the formulas."""
 
     warmup_steps: Steps = -1
-    """Number of steps of linear warmup: step s has the factor s / warmup_steps. -1: a tenth of the schedule,
-    at most 200 steps."""
+    """Steps of linear warmup: step s has the factor s / warmup_steps. -1: a tenth of the schedule, at most
+    200 steps."""
     total_steps: Steps = 0
-    """Length of the schedule in steps; 0: training.steps. A run may stop before its schedule ends."""
+    """Length of the schedule in steps; 0: training.steps. A run may stop before."""
     decay_ratio: float = -1.0
-    """Length of the decay at the end of the schedule, as a fraction of total_steps: 0.2 decays over the last
-    fifth. The decay never begins before warmup ends. Below 0: decay begins when warmup ends. 0: no decay."""
+    """Length of the decay at the end, as a fraction of total_steps, never before warmup ends. 0: no decay.
+    Below 0: decay follows warmup."""
     decay_start: Steps = -1
-    """Last step before the decay, instead of decay_ratio: the steps after it decay, as in a run that is
-    branched from the checkpoint of this step. -1: decay_ratio decides."""
+    """Last step before the decay, instead of decay_ratio: for a branch from the checkpoint of this step. -1:
+    decay_ratio decides."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay: linear, 1 - sqrt (Haegele et al. 2024), or cosine."""
     min_lr_factor: float = 0.0
-    """Factor at the end of the decay. The schedule reaches it one step after its last step, so that no step
-    is trained at a learning rate of 0."""
+    """Factor at the end of the decay, which the schedule reaches one step after its last step."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps < -1:

@@ -16,16 +16,14 @@ MAX_DESCRIBED = 6  # points in the log
 
 @dataclass(frozen=True, kw_only=True)
 class Piecewise(LRScheduler, name="piecewise"):
-    """Given factors at given steps, and an interpolation between them. Before the first point and after the
-    last one, the factor is constant."""
+    """Given factors at given steps, interpolated between them, and constant before the first and after the
+    last point."""
 
     points: list[list[Annotated[float, StepCount()]]]
-    """Points [step, factor] in the order of their steps, with factors in [0, 1]: `[[0, 0.0], [200, 1.0],
-    [8000, 1.0], [10000, 0.1]]` warms up to step 200 and decays from step 8000 to a tenth of the peak. A step
-    may be an amount: `["2B tokens", 1.0]`."""
+    """Points [step, factor] in the order of steps, factors in [0, 1]: `[[0, 0.0], [200, 1.0], [10000, 0.1]]`.
+    A step may be an amount: `["2B tokens", 1.0]`."""
     interpolation: Literal["linear", "cosine", "constant"] = "linear"
-    """Factor between two points. `linear`: a straight line. `cosine`: half a period of a cosine. `constant`:
-    the factor of the earlier point."""
+    """Between two points: a straight line, half a period of a cosine, or the factor of the earlier point."""
 
     def __post_init__(self) -> None:
         before = -1.0

@@ -14,23 +14,23 @@ from titanlite.optim.phases import ThreePhases
 
 @dataclass(frozen=True, kw_only=True)
 class Power(ThreePhases, name="power"):
-    """Linear warmup, a learning rate proportional to a power of the step, then decay to min_lr_factor. Only
-    the decay depends on the length of the schedule. docs/numerics.md has the formula."""
+    """Linear warmup, a power of the step, then decay to min_lr_factor (docs/numerics.md). Only the decay
+    depends on the schedule's length."""
 
     warmup_steps: Steps = -1
-    """Number of steps of linear warmup, which rises to the power law's factor at its last step. -1: a tenth
-    of the schedule, at most 200 steps."""
+    """Steps of linear warmup, up to the power law's factor. -1: a tenth of the schedule, at most 200
+    steps."""
     exponent: float = -0.51
-    """Power of the step that the learning rate is proportional to, at most 0."""
+    """Power of the step, at most 0."""
     power_start: Steps = -1
     """Last step at the peak: a later step s has the factor (s / power_start)^exponent. -1: the last step of
     warmup."""
     decay_ratio: float = 0.1
-    """Length of the decay at the end of the schedule, as a fraction of total_steps. The decay never begins
-    before warmup ends. 0: no decay. Below 0: decay begins when warmup ends, without a power law."""
+    """Length of the decay at the end, as a fraction of total_steps, never before warmup ends. 0: no decay.
+    Below 0: decay follows warmup, without a power law."""
     decay_type: Literal["linear", "sqrt", "cosine", "exponential"] = "linear"  # type: ignore[assignment]
-    """Shape of the decay: linear, 1 - sqrt (Haegele et al. 2024), cosine, or exponential, which falls by the
-    same ratio in each step and needs a min_lr_factor above 0."""
+    """Shape of the decay: linear, 1 - sqrt (Haegele et al. 2024), cosine, or exponential, which needs a
+    min_lr_factor above 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,8 +9,7 @@ from titanlite.optim.phases import ThreePhases
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupStableDecay(ThreePhases, name="warmup_stable_decay"):
-    """Linear warmup to the peak, a constant phase, then decay to min_lr_factor. The default has no constant
-    phase. docs/numerics.md has the formula."""
+    """Linear warmup, a constant phase (by default none), then decay to min_lr_factor (docs/numerics.md)."""
 
     def middle(self, step: int, warmup: int) -> float:
         return 1.0

@@ -31,18 +31,17 @@ MODULES = {"attention": "self_attn", "mlp": "mlp", "norms": "*norm"}  # name pat
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpoint:
-    """Activation checkpointing: recompute activations in the backward instead of keeping them."""
+    """Recompute activations in the backward instead of keeping them."""
 
     mode: Literal["none", "selective", "full", "memory_budget"] = "none"
-    """`full`: keep only each block's input and repeat the block's forward in the backward. `selective`:
-    recompute the activations that selective_ac_option names. `memory_budget`: let the compiler choose."""
+    """Recompute all but each block's input (`full`), the activations of selective_ac_option (`selective`), or
+    the compiler's choice (`memory_budget`)."""
     selective_ac_option: str = "op"
-    """`op`: keep the results of attention, of every second matrix product in a block and of the first
-    product of its experts, and recompute all other activations. A number n: recompute every n-th block.
-    `attention`, `mlp` or `norms`, or several joined by +: recompute these modules of each block."""
+    """`op`: keep the results of attention, of every second matrix product and of the experts' first product.
+    A number n: recompute every n-th block. `attention`, `mlp`, `norms`, or several joined by +: recompute
+    these modules."""
     memory_budget: float = 0.5
-    """Fraction to keep of the activations that the compiler keeps by default. 0: keep only the
-    inputs of each block."""
+    """Fraction to keep of the activations that the compiler keeps by default. 0: only the blocks' inputs."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.memory_budget <= 1:

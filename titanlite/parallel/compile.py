@@ -27,24 +27,21 @@ BACKENDS_WITH_MEMORY_BUDGET = ("inductor", "aot_eager")
 
 @dataclass(frozen=True, kw_only=True)
 class Compile:
-    """Compilation of each block and of the loss by torch.compile."""
+    """Compilation by torch.compile."""
 
     enable: bool = False
-    """Whether to compile."""
+    """Compile each block and the loss."""
     backend: str = "inductor"
-    """Backend of torch.compile. `inductor` generates kernels. `aot_eager` and `eager` run the traced graphs
-    with torch's operators, to find out whether tracing or generated code causes an error."""
+    """`inductor` generates kernels. `aot_eager` and `eager` run the traced graphs with torch's operators, to
+    find the cause of an error."""
     cuda_graphs: bool = False
-    """Whether to launch forward and backward of a micro-batch as one CUDA graph, with or without compilation.
-    Results are the same. Pays for small models and micro-batches, whose kernels are short. One GPU only,
-    without experts and without document masks. Activations and gradients of a micro-batch stay reserved, and
-    steps with a detailed report, which run without graphs, need memory for their own. Of the memory metrics,
-    memory/peak_reserved_gib counts all."""
+    """Launch forward and backward of a micro-batch as one CUDA graph, with the same results: for small models
+    and micro-batches on one GPU, without experts and document masks. Activations stay reserved
+    (docs/performance.md)."""
     cache_dir: PathText = ""
-    """Folder in which compiled code is kept for later starts. It must belong to you alone, and must not be in
-    the run folder, because the code is executed. Empty: `titanlite/compile` in your cache folder
-    (`$XDG_CACHE_HOME`, otherwise `~/.cache`), or `$TORCHINDUCTOR_CACHE_DIR` if you have set it. If that
-    folder cannot be made, or others may write to it, torch chooses one, and a warning says so."""
+    """Folder of compiled code, which later starts execute: it must be yours alone, outside the run folder.
+    Empty: `$TORCHINDUCTOR_CACHE_DIR` if set, else `titanlite/compile` in `$XDG_CACHE_HOME` or `~/.cache`; if
+    others may write to that, a folder of torch's choice, with a warning."""
 
     def __post_init__(self) -> None:
         if self.backend != "inductor":  # the list of backends takes a second to import

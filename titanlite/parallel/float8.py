@@ -27,24 +27,22 @@ MULTIPLE = 16  # the hardware needs matrices whose dims are multiples of this
 
 @dataclass(frozen=True, kw_only=True)
 class Float8:
-    """Float8 for the blocks' linear layers, on Ada, Hopper and newer GPUs. Experts and routers are not
-    converted. Needs torchao: `pip install 'titanlite[float8]'`."""
+    """Float8 for the blocks' linear layers, except experts and routers, on Ada, Hopper and newer GPUs. Needs
+    torchao: `pip install 'titanlite[float8]'`."""
 
     enable: bool = False
-    """Whether to use float8. Needs compile.enable, because without the compiler it is slower than
-    bfloat16."""
+    """Use float8. Needs compile.enable, without which it is slower than bfloat16."""
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """How values are scaled. `tensorwise`: one scale per tensor; fastest. `rowwise`: one scale per row of a
-    matrix; more precise. `rowwise_with_gw_hp`: as rowwise, with the weights' gradients in bfloat16; most
-    precise."""
+    """One scale per tensor (fastest); one per row of a matrix (more precise); or per row, with gradients of
+    weights in bfloat16 (most precise)."""
     enable_fsdp_float8_all_gather: bool = True
-    """With recipe tensorwise, FSDP gathers weights in float8: half the bytes of bfloat16."""
+    """With recipe tensorwise, FSDP gathers weights in float8: half of bfloat16's bytes."""
     filter_fqns: list[str] = field(default_factory=list)
-    """Layers to leave in bfloat16, by substrings of their names, such as `["k_proj", "layers.0."]`."""
+    """Layers to leave in bfloat16, by substrings of names: `["k_proj", "layers.0."]`."""
     min_elements: int = 0
-    """Leave layers in bfloat16 whose weights have fewer elements: there, casting costs more than it saves."""
+    """Leave layers with smaller weights in bfloat16: there, casting costs more than it saves."""
     emulate: bool = False
-    """Compute the same numbers on any device, but slowly. For tests."""
+    """Compute the same numbers on any device, slowly, for tests."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "min_elements")

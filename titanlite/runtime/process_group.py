@@ -27,10 +27,10 @@ class Comm:
     """Communication between ranks."""
 
     init_timeout_seconds: int = 1800
-    """Timeout of collectives until the first step is done. It covers tokenising, loading and compiling."""
+    """Timeout of collectives until the first step is done, with tokenising, loading and compiling."""
     train_timeout_seconds: int = 600
-    """Timeout of collectives after the first step. A hang ends the run after this time. A batch that the
-    loader's workers do not deliver ends the run after nine tenths of it, and names the worker."""
+    """Timeout of collectives after the first step, which ends a hang. A batch that is not delivered in nine
+    tenths of it ends the run, too."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "init_timeout_seconds", "train_timeout_seconds")

@@ -13,13 +13,13 @@ from titanlite.config.component import ConfigError, check_at_least
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRamp:
-    """A batch size from the end of the entry before it, or from the start of the run, up to `until`."""
+    """A batch size up to `until`, from the end of the entry before or the start of the run."""
 
     until: str
-    """Where the next batch size begins, counted from the start of the run: "4B tokens", "1.5 epochs", "20
+    """End of this batch size, counted from the start of the run: "4B tokens", "1.5 epochs", "20
     tokens/parameter" or "1000000 sequences"."""
     global_batch_size: int
-    """Sequences in one optimizer step over all ranks."""
+    """Sequences per optimizer step, over all ranks."""
 
     def __post_init__(self) -> None:
         try:
@@ -34,44 +34,40 @@ class Training:
     """Size, number and precision of the optimizer steps."""
 
     seq_len: int = 2048
-    """Tokens that are predicted in each sequence; a sequence has seq_len + 1 tokens."""
+    """Tokens that each sequence predicts; it has seq_len + 1 tokens."""
     local_batch_size: int = 8
-    """Sequences in one micro-batch of one data-parallel rank: these have to fit into memory at once."""
+    """Sequences in one micro-batch of one data-parallel rank, which have to fit into memory."""
     global_batch_size: int = -1
-    """Sequences in one optimizer step over all ranks. If it exceeds local_batch_size x data-parallel ranks,
-    gradients of several micro-batches are accumulated. -1: that product."""
+    """Sequences per optimizer step, over all ranks. Above local_batch_size x data-parallel ranks,
+    micro-batches are accumulated. -1: that product."""
     batch_ramp: list[BatchRamp] = field(default_factory=list)
     """Other batch sizes at the start of the run, `[[training.batch_ramp]]` tables in ascending order of
     `until`; global_batch_size holds after the last. A batch size of a stage takes precedence."""
     batch_ramp_lr: Literal["none", "sqrt", "linear"] = "none"
-    """Factor of the learning rate while batch_ramp sets the batch size: `sqrt` and `linear` are the square
-    root of batch size / global_batch_size and the ratio itself, `none` is 1."""
+    """Factor of the learning rate during batch_ramp: the square root of batch size / global_batch_size, this
+    ratio (`linear`), or 1."""
     steps: Steps = 10000
-    """Optimizer steps after which the run is done."""
+    """Optimizer steps of the run."""
     max_norm: float = 1.0
-    """Gradients are scaled down to at most this total norm; 0: no clipping."""
+    """Largest total norm of gradients, which are scaled down to it; 0: no clipping."""
     clip: Literal["global", "tensor"] = "global"
-    """How gradients are clipped. `global`: all by one factor, to a total norm of max_norm. `tensor`: like
-    `global` in the first 100 steps of a run; then each parameter's gradient is scaled down to at most 1.05
-    times the running average of its own norm (AdaGC, arXiv 2502.11034), and max_norm is not used."""
+    """`global`: scale all gradients by one factor, to a total norm of max_norm. `tensor`: after 100 such
+    steps, limit each parameter's gradient to 1.05 times the running average of its norm (AdaGC, arXiv
+    2502.11034)."""
     seed: int = 0
-    """Seed of the initial weights and of the data order."""
+    """Seed of initial weights and data order."""
     deterministic: bool = False
-    """Use deterministic kernels only, and let torch.compile choose kernels without timing them: reruns on the
-    same layout are bit-identical, at some cost in speed."""
+    """Use deterministic kernels: reruns on the same layout are bit-identical, at some cost in speed."""
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
-    """dtype of parameters and activations in forward and backward; the optimizer's copy of the weights is
-    float32. `auto`: bfloat16 on CUDA, float32 elsewhere."""
+    """dtype of forward and backward; the optimizer's weights are float32. `auto`: bfloat16 on CUDA, else
+    float32."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
-    """dtype in which gradients are summed over ranks. bfloat16 halves the traffic. Micro-batches still
-    accumulate in float32, for which each is reduced separately, as with parallelism.fsdp_reduce =
-    "micro_batch"."""
+    """dtype of gradient sums over ranks. bfloat16 halves the traffic, and implies parallelism.fsdp_reduce =
+    "micro_batch"; micro-batches still accumulate in float32."""
     enable_cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory and run the optimizer on the CPU. Slow; for
-    a model that does not fit the GPUs."""
+    """Keep weights, gradients and optimizer state in host memory, and run the optimizer on the CPU. Slow."""
     gc_freq: int = 50
-    """Run Python's garbage collection every this many steps, at the same step on all ranks, so that no rank
-    stalls the others. 0: Python's automatic collection."""
+    """Steps between Python's garbage collections, which all ranks run at the same step. 0: automatic."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "gc_freq", "max_norm")

@@ -43,16 +43,15 @@ class OpenTask:
         token.
 
         Metrics:
-            tasks/NAME/acc: multiple choice: share of questions of [task NAME](data.md#tasks) whose right
-                choice has the highest log-likelihood; cloze: share of continuations that greedy decoding
-                would give
+            tasks/NAME/acc: multiple choice: questions of [task NAME](data.md#tasks) whose right choice has
+                the highest log-likelihood; cloze: continuations that greedy decoding would give
             tasks/NAME/acc_norm, tasks/NAME/acc_bytes: multiple choice: the same for the log-likelihood per
-                character, per byte of the choice
+                character, per byte
             tasks/NAME/acc_stderr: standard error of `acc`
             tasks/NAME/perplexity: cloze: exp(-mean log-likelihood of a continuation), not per token
             tasks/NAME/ema_acc, tasks/NAME/ema_acc_norm, tasks/NAME/ema_acc_bytes, tasks/NAME/ema_acc_stderr,
-                tasks/NAME/ema_perplexity: with `[ema]`: the same with the
-                [average of the weights](optimizers.md#averages-of-weights)
+                tasks/NAME/ema_perplexity: with `[ema]`: the same of the [average of the
+                weights](optimizers.md#averages-of-weights)
         """
         right: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
         for question, own in self._slices():

@@ -17,23 +17,21 @@ KEY = "validation.tasks"
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A multiple-choice or cloze task to score in each validation, one `[[validation.tasks]]` table each."""
+    """A multiple-choice or cloze task to score in each validation."""
 
     name: str
-    """Name in the metrics, such as `tasks/NAME/acc`: letters, digits, `_`, `-` and `.`."""
+    """Name in the metrics (`tasks/NAME/acc`): letters, digits, `_`, `-` and `.`."""
     path: PathText
-    """JSON Lines file, relative to the current directory. A multiple-choice task has lines `{"context":
-    "...", "choices": ["...", "..."], "answer": 0}`, a cloze task `{"context": "...", "continuation":
-    "..."}`. Contexts include few-shot examples and instructions, if any."""
+    """JSON Lines file: `{"context": "...", "choices": ["...", "..."], "answer": 0}` per multiple-choice
+    question, or `{"context": "...", "continuation": "..."}`. Contexts include few-shot examples."""
     delimiter: str = " "
-    """Text between the context and each choice. A continuation follows its context directly."""
+    """Text between context and choice. A continuation follows directly."""
     add_bos: bool = True
-    """Begin every context with BOS, as documents do in training. An empty context always becomes BOS."""
+    """Begin contexts with BOS, as documents do in training. An empty context always becomes BOS."""
     limit: int = -1
-    """Score only this many questions, from the beginning of the file; -1: all."""
+    """Questions to score, from the beginning of the file; -1: all."""
     num_samples: int = 2
-    """Questions, from the beginning of the file, to write to samples.txt in each validation, with the
-    log-likelihoods of their choices; 0: none."""
+    """First questions to write to samples.txt, with the log-likelihoods of their choices; 0: none."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.-]+", self.name, re.ASCII):

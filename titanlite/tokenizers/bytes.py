@@ -13,7 +13,7 @@ from titanlite.tokenizers.tokenizer_json import byte_level_files
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes(TokenizerConfig, name="bytes"):
-    """Raw UTF-8 bytes as ids 0-255, BOS 256, EOS 257. Needs no file."""
+    """UTF-8 bytes as ids 0-255, BOS 256, EOS 257. Needs no file."""
 
     def build(self) -> Tokenizer:
         tokenizer = _BytesTokenizer()

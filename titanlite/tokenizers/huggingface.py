@@ -48,22 +48,21 @@ SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(TokenizerConfig, name="huggingface"):
-    """A tokenizer.json with byte-level BPE, such as Llama 3's and Qwen's, or with BPE or Unigram and byte
-    fallback, such as Llama 2's, Mistral's and Gemma's."""
+    """A tokenizer.json: byte-level BPE (Llama 3, Qwen), or BPE or Unigram with byte fallback (Llama 2,
+    Mistral, Gemma)."""
 
     FILE: ClassVar = "tokenizer.json"
     path: PathText
-    """tokenizer.json, or the directory that holds it."""
+    """tokenizer.json, or its directory."""
     bos: str = ""
-    """Token at the start of a document; empty: bos_token in the tokenizer_config.json beside the file, or EOS
-    if there is none."""
+    """Token before a document; empty: bos_token of tokenizer_config.json beside the file, else EOS."""
     eos: str = ""
-    """Token at the end of a document; empty: eos_token in the tokenizer_config.json beside the file."""
+    """Token after a document; empty: eos_token of tokenizer_config.json beside the file."""
     special_tokens_in_text: bool = False
-    """Encode the names of special tokens in a document as these tokens; otherwise they are plain text."""
+    """Encode names of special tokens in documents as these tokens, not as plain text."""
     chat_template: PathText = ""
-    """File with the Jinja template of conversations, in which `{% generation %}` and `{% endgeneration %}`
-    mark the assistant's text; empty: chat_template.jinja or tokenizer_config.json beside the file."""
+    """Jinja template of conversations, with the assistant's text between `{% generation %}` and `{%
+    endgeneration %}`; empty: chat_template.jinja or tokenizer_config.json beside the file."""
 
     def files(self) -> dict[str, Path]:
         path = Path(self.path)

@@ -29,20 +29,20 @@ LLAMA3_PATTERN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Tiktoken(TokenizerConfig, name="tiktoken"):
-    """Byte-level BPE in tiktoken's file format, such as Llama 3's `tokenizer.model` and files that
-    `titanlite tokenizer train` writes."""
+    """Byte-level BPE in tiktoken's format, such as Llama 3's `tokenizer.model` and files of `titanlite
+    tokenizer train`."""
 
     path: PathText = "assets/tokenizer/stdlib.tiktoken"
-    """File with a line `<base64 token> <rank>` per token, relative to the current directory. The default is a
-    small tokenizer that is installed with titanlite and found from any directory."""
+    """File of lines `<base64 token> <rank>`. The default comes with titanlite, and is found from any
+    directory."""
     pattern: str = LLAMA3_PATTERN
     """Regular expression that splits text before merging; the default is Llama 3's. An export is refused if
-    Hugging Face's library would split texts in another way."""
+    Hugging Face's library would split otherwise."""
     num_special_tokens: int = 2
-    """Number of special tokens, whose ids follow the ranks: `<|begin_of_text|>`, `<|end_of_text|>`, then
-    reserved tokens. Llama 3 has 256."""
+    """Special tokens, with the ids after the ranks: `<|begin_of_text|>`, `<|end_of_text|>`, then reserved
+    tokens. Llama 3 has 256."""
     special_tokens_in_text: bool = False
-    """Encode the names of special tokens in a document as these tokens; otherwise they are plain text."""
+    """Encode names of special tokens in documents as these tokens, not as plain text."""
 
     def __post_init__(self) -> None:
         if self.num_special_tokens < 2:

@@ -16,9 +16,8 @@ from titanlite.storage import storage_of
 
 @dataclass(frozen=True, kw_only=True)
 class TensorBoard(Sink, name="tensorboard"):
-    """TensorBoard files in <dump_folder>/tb. After a resume from step s and a rewind to it, TensorBoard
-    hides what was written of later steps before. It is on unless `[[metrics.sinks]]` or `sinks = []` replaces
-    it."""
+    """TensorBoard files in <dump_folder>/tb, on unless `[[metrics.sinks]]` or `sinks = []` replaces it. After
+    a resume or rewind, TensorBoard hides the steps that are trained again."""
 
     def build(self, run: RunInfo) -> Writer:
         return EventFile(run.folder / "tb", run.resumed_step)

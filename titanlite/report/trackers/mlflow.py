@@ -17,13 +17,13 @@ EVERY_RECORD_HAS = "train/loss"
 
 @dataclass(frozen=True, kw_only=True)
 class MLflow(Tracker, name="mlflow"):
-    """MLflow. mlflow's own environment variables of the server and the experiment's name hold, too, such as
-    MLFLOW_TRACKING_TOKEN."""
+    """MLflow. mlflow's environment variables of server and experiment, such as MLFLOW_TRACKING_TOKEN, hold,
+    too."""
 
     tracking_uri: str = ""
-    """Address of the server or database; empty: MLFLOW_TRACKING_URI, else mlflow's default."""
+    """Server or database; empty: MLFLOW_TRACKING_URI, else mlflow's default."""
     experiment: str = ""
-    """Experiment, which is made if it does not exist; empty: MLFLOW_EXPERIMENT_NAME, else titanlite."""
+    """Experiment, made if missing; empty: MLFLOW_EXPERIMENT_NAME, else titanlite."""
 
     def client(self, run: RunInfo) -> Client:
         import mlflow

@@ -84,7 +84,7 @@ class Tracker(Sink):
     """Base class of the sinks that send a run to a tracker."""
 
     run_name: str = ""
-    """Name of the run in the tracker; empty: WANDB_NAME for wandb, else the name of the run folder."""
+    """Name in the tracker; empty: WANDB_NAME for wandb, else the run folder's name."""
 
     @abstractmethod
     def client(self, run: RunInfo) -> Client | None:

@@ -11,13 +11,13 @@ from titanlite.report.trackers.tracker import Client, Numbers, Tracker, TrackerR
 
 @dataclass(frozen=True, kw_only=True)
 class Trackio(Tracker, name="trackio"):
-    """Trackio. trackio's own environment variables hold, too, such as TRACKIO_DIR."""
+    """Trackio. Its environment variables, such as TRACKIO_DIR, hold, too."""
 
     project: str = "titanlite"
     """Project."""
     space_id: str = ""
-    """Hugging Face Space that gets the run, such as "user/space"; empty: TRACKIO_SPACE_ID or
-    TRACKIO_SERVER_URL, else a local database, which `trackio show` displays."""
+    """Hugging Face Space, such as "user/space"; empty: TRACKIO_SPACE_ID or TRACKIO_SERVER_URL, else a local
+    database, for `trackio show`."""
 
     def client(self, run: RunInfo) -> Client:
         import trackio  # noqa: F401 -- an ImportError is the user's to see

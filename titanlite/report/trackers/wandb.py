@@ -22,18 +22,18 @@ HEADER, BLOCK = 7, 32768  # bytes of a .wandb file
 @dataclass(frozen=True, kw_only=True)
 class WandB(Tracker, name="wandb"):
     """Weights & Biases. Without an API key (WANDB_API_KEY, or `wandb login`) the run is recorded offline.
-    wandb's own environment variables hold, too, except for the run's id and folder. With
-    WANDB_MODE=disabled, nothing is recorded."""
+    wandb's environment variables hold, too, except for the run's id and folder; WANDB_MODE=disabled records
+    nothing."""
 
     project: str = ""
     """Project; empty: WANDB_PROJECT, else wandb's default."""
     entity: str = ""
-    """User or team; empty: WANDB_ENTITY, else the default of the API key."""
+    """User or team; empty: WANDB_ENTITY, else the API key's default."""
     group: str = ""
     """Group of runs; empty: WANDB_RUN_GROUP, else none."""
     mode: Literal["", "online", "offline"] = ""
-    """offline: record the run in <dump_folder>/wandb without a network. `titanlite metrics push` with mode =
-    "online" sends it later. Empty: WANDB_MODE, else online."""
+    """offline: record in <dump_folder>/wandb; `titanlite metrics push` with mode = "online" sends it later.
+    Empty: WANDB_MODE, else online."""
 
     def client(self, run: RunInfo) -> Client | None:
         import wandb
