@@ -28,12 +28,14 @@ def row(key: str) -> str:
 
 
 def table() -> str:
-    """Every key of torchtitan 0.1.0 to 0.2.2 that is not the same in titanlite. Keys without a counterpart
-    and without a remark are lists."""
+    """Every key of torchtitan 0.1.0 to 0.2.2 that is not the same in titanlite. Keys with the same entry
+    share a row; keys without a counterpart and without a remark are lists."""
     rows = {key: row(key) for key in sorted(set().union(*KEYS.values()))}
     lines = ["| torchtitan | titanlite |", "| --- | --- |"]
     without = {"none: not supported": "Not supported: ", "none: always so": "Always so in titanlite: "}
-    lines += [f"| `{k}` | {text} |" for k, text in rows.items() if text not in {"the same", *without}]
+    for text in dict.fromkeys(rows.values()):
+        if text not in {"the same", *without}:
+            lines.append(f"| {', '.join(f'`{k}`' for k in rows if rows[k] == text)} | {text} |")
     for text, title in without.items():
         lines += ["", title + ", ".join(f"`{k}`" for k in rows if rows[k] == text) + "."]
     return "\n".join(lines) + "\n"

@@ -55,14 +55,14 @@ def _check_shares(section: Filter, *keys: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Length(Filter, name="length"):
-    """Removes documents that are too short or too long."""
+    """Removes short and long documents."""
 
     min_characters: int = 0
     """Minimum number of characters."""
     max_characters: int = 0
     """Maximum number of characters; 0: no limit."""
     min_words: int = 50
-    """Minimum number of words. Set 0 for scripts that do not separate words by blanks."""
+    """Minimum number of words; 0 for scripts without blanks between words."""
     max_words: int = 100_000
     """Maximum number of words; 0: no limit."""
 
@@ -90,7 +90,7 @@ class Length(Filter, name="length"):
 
 @dataclass(frozen=True, kw_only=True)
 class MeanWordLength(Filter, name="mean_word_length"):
-    """Removes documents whose words are on average too short or too long to be prose."""
+    """Removes documents whose mean word is too short or too long for prose."""
 
     min: float = 3.0
     """Minimum mean length of words, in characters."""
@@ -113,7 +113,7 @@ class MeanWordLength(Filter, name="mean_word_length"):
 
 @dataclass(frozen=True, kw_only=True)
 class Alphabetic(Filter, name="alphabetic"):
-    """Removes documents in which too few words contain a letter of any alphabet."""
+    """Removes documents with too few words with a letter of any alphabet."""
 
     min_share: float = 0.8
     """Minimum share of words that contain a letter."""
@@ -132,13 +132,12 @@ class Alphabetic(Filter, name="alphabetic"):
 
 @dataclass(frozen=True, kw_only=True)
 class Symbols(Filter, name="symbols"):
-    """Removes documents in which a symbol, such as the hash sign or the ellipsis, is too frequent. Symbols
-    are counted separately, as in Gopher's rules."""
+    """Removes documents in which one symbol is too frequent, as in Gopher's rules."""
 
     symbols: list[str] = field(default_factory=lambda: ["#", "..."])
     """Symbols to count. The character \u2026 counts as three dots."""
     max_share: float = 0.1
-    """Maximum number of occurrences of one symbol per word of the document."""
+    """Maximum number of occurrences of one symbol per word."""
 
     def __post_init__(self) -> None:
         _check_shares(self, "max_share")
@@ -159,13 +158,13 @@ class Symbols(Filter, name="symbols"):
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatedLines(Filter, name="repeated_lines"):
-    """Removes documents that repeat their lines: menus, boilerplate, loops. Blank lines are left out, and
-    lines are compared without the blanks around them."""
+    """Removes documents that repeat their lines, which are compared without the blanks around them. Blank
+    lines are left out."""
 
     max_line_share: float = 0.3
-    """Maximum share of lines that occurred earlier in the document."""
+    """Maximum share of lines that occurred earlier."""
     max_character_share: float = 0.2
-    """Maximum share of characters in lines that occurred earlier in the document."""
+    """Maximum share of characters in lines that occurred earlier."""
 
     def __post_init__(self) -> None:
         _check_shares(self, "max_line_share", "max_character_share")
@@ -191,11 +190,10 @@ class RepeatedNGrams(Filter, name="repeated_ngrams"):
     """Removes documents that repeat their phrases of n words."""
 
     max_top_share: list[float] = field(default_factory=lambda: [0.20, 0.18, 0.16])
-    """Maximum share of characters that the most frequent n-gram covers, for n = 2, 3, 4 and so on.
-    Overlapping occurrences each count in full. An n-gram that occurs once covers nothing."""
+    """Maximum share of characters in the most frequent n-gram, for n = 2, 3, 4 and so on. Overlapping
+    occurrences each count in full; a single occurrence counts nothing."""
     max_repeated_share: list[float] = field(default_factory=lambda: [0.15, 0.14, 0.13, 0.12, 0.11, 0.10])
-    """Maximum share of characters in n-grams that occurred earlier in the document, for n = 5, 6, 7 and so
-    on."""
+    """Maximum share of characters in n-grams that occurred earlier, for n = 5, 6, 7 and so on."""
 
     def __post_init__(self) -> None:
         _check_shares(self, "max_top_share", "max_repeated_share")
@@ -228,7 +226,7 @@ class RepeatedNGrams(Filter, name="repeated_ngrams"):
 
 @dataclass(frozen=True, kw_only=True)
 class ExactDuplicates(Filter, name="exact_duplicates"):
-    """Removes all but the first of documents with equal text. Leading and trailing blanks are ignored."""
+    """Removes all but the first of documents with equal text, apart from blanks around it."""
 
     def build(self) -> LshSignature:
         def compute(text: str) -> np.ndarray:
@@ -240,18 +238,18 @@ class ExactDuplicates(Filter, name="exact_duplicates"):
 
 @dataclass(frozen=True, kw_only=True)
 class NearDuplicates(Filter, name="near_duplicates"):
-    """Removes all but the first of documents that share most of their phrases, by MinHash (Broder 1997) with
-    locality-sensitive hashing. Two documents whose sets of n-grams have Jaccard similarity s are detected
-    with probability 1 - (1 - s^band_size)^num_bands. With the defaults, which are FineWeb's, the probability
-    is 77% at s = 0.75, 99% at 0.85 and 1% at 0.4. If A duplicates B and B duplicates C, all three are one
-    group."""
+    """Removes all but the first of documents that share most of their phrases, by MinHash (Broder 1997).
+    Two documents whose n-grams have Jaccard similarity s are detected with probability
+    1 - (1 - s^band_size)^num_bands: with the defaults, which are FineWeb's, 77% at s = 0.75, 99% at 0.85 and
+    1% at 0.4. If A duplicates B and B duplicates C, all three are one group. Hashes are compared, not
+    texts."""
 
     ngram: int = 5
-    """Words per phrase. In scripts without blanks each character counts as a word."""
+    """Words per phrase; in scripts without blanks each character is a word."""
     num_bands: int = 14
-    """Number of bands. Documents with equal hashes in at least one band are duplicates."""
+    """Number of bands. Documents with one equal band are duplicates."""
     band_size: int = 8
-    """Hashes per band. All hashes of a band must be equal."""
+    """Hashes per band."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "ngram", "num_bands", "band_size")

@@ -43,23 +43,21 @@ from titanlite.tokenizers.tiktoken import Tiktoken
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare(HubSplit, PrepareOptions):
-    """Settings of a preparation. Every key may be in the TOML file or on the command line."""
+    """Settings of a preparation, in its TOML file or on the command line."""
 
     input: list[PathText] = dataclasses.field(default_factory=list)
-    """Files, directories (of which .txt, .jsonl, .ndjson, .json and .parquet files are read, also
-    compressed), globs, and `hf:NAME`: the files of a dataset on the Hugging Face hub, or of a directory laid
-    out like one."""
+    """Files, globs, directories (their .txt, .jsonl, .ndjson, .json and .parquet files, also compressed), and
+    `hf:NAME`: a dataset of the Hugging Face hub, or a directory laid out like one."""
     from_stream: DocumentStream | None = None
     output: PathText = ""
-    """The dataset directory to make. It appears when it is complete."""
+    """The dataset directory, which appears when it is complete."""
     num_processes: int = 0
     """Number of processes; 0: one per core. Does not change the result."""
     worker: str = "0/1"
-    """I/N: do the share of worker I (from 0) of N. Each worker runs on its own machine, with `output` on a
-    shared file system. The last worker to finish completes the dataset. Does not change the result."""
+    """I/N: the share of worker I (from 0) of N, each on one machine, with `output` on a shared file system.
+    The last worker to finish completes the dataset. Does not change the result."""
     imports: list[str] = dataclasses.field(default_factory=list)
-    """Python modules, from the current directory or installed, to import first. They register filters,
-    tokenizers or streams."""
+    """Python modules to import first, which register filters, tokenizers or streams."""
     tokenizer: TokenizerConfig = dataclasses.field(default_factory=Tiktoken)
 
     def __post_init__(self) -> None:

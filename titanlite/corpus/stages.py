@@ -50,24 +50,21 @@ class PrepareOptions(Limits):
     """The options that determine a dataset, besides its files and tokenizer."""
 
     documents: Literal["text", "chat"] = "text"
-    """`text`: every document is a text. `chat`: every line of JSON, item of a JSON array or row of .parquet
-    is a conversation, with `messages` (or ShareGPT's `conversations`). It is rendered by the tokenizer's chat
-    template, and only the assistant's tokens count in the loss."""
+    """`text`, or `chat`: every line of JSON, item of a JSON array or row of .parquet is a conversation, which
+    the tokenizer's chat template renders; only the assistant's tokens count in the loss."""
     field: str = "text"
-    """The field of a JSON line, or the column of a .parquet file or of a stream, that holds the text."""
+    """The field or column that holds the text."""
     seed: int = 0
-    """Seed of the shuffle of the documents."""
+    """Seed of the documents' shuffle."""
     bad_lines: Literal["stop", "skip"] = "stop"
-    """Action for lines that are not JSON, lack the field, are not UTF-8 or exceed max_document_mib: `stop` at
-    the first one, or `skip` and count them. A damaged file, also a damaged JSON array, is always an
-    error."""
+    """Action for lines that are not JSON, lack the field, are not UTF-8 or exceed max_document_mib: `stop`,
+    or `skip` and count. A damaged file or JSON array is always an error."""
     max_tokens: int = 0
-    """Leave out conversations of more than this many tokens, and count them in the report; 0: none. In
-    training, a conversation of more than training.seq_len + 1 tokens is cut, and its later part has no
-    question."""
+    """Leave out and count conversations of more than this many tokens; 0: none. Training cuts a conversation
+    of more than training.seq_len + 1 tokens, whose later part has no question."""
     ignore_fields: list[str] = dataclasses.field(default_factory=list)
-    """Names of fields of conversations and messages to leave out. A field that neither the chat template nor
-    titanlite reads is otherwise bad input, unless it is empty or a description such as `id`."""
+    """Fields of conversations and messages to leave out. Another field that neither the chat template nor
+    titanlite reads is bad input, unless it is empty or a description such as `id`."""
     filters: list[Filter] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
