@@ -107,7 +107,11 @@ def begin(folder: P, step: int) -> P:
     if disk.exists(folder / f"step-{step}"):
         raise CheckpointError(f"{folder / f'step-{step}'} exists already")
     partial = partial_path(folder, step)
-    disk.make_folder(partial)
+    try:
+        disk.make_folder(partial)
+    except OSError:
+        disk.delete(partial)
+        raise
     return partial
 
 
