@@ -17,7 +17,7 @@ from titanlite.config.component import ConfigError, check_at_least, keys_in
 from titanlite.config.paths import PathText
 from titanlite.data.batch import Batch, MicroBatch
 from titanlite.data.held_out import HeldOut, HeldOutSource, ValidationSequences, read
-from titanlite.data.loader import Loader, LoaderLayout, MicroBatches, SequenceLoader
+from titanlite.data.loader import Loader, MicroBatches, SequenceLoader
 from titanlite.data.order import MIXING_BLOCK, Mixture, key_of, permute, quotas
 from titanlite.data.packing import PACKINGS, ChunkedSequences, PackedSequences, TokenSequence
 from titanlite.data.reads import SourceReads
@@ -105,7 +105,7 @@ class Data:
     @property
     def skipped(self) -> SkippedSequences:
         """The sequences of `skip_sequences`."""
-        return SkippedSequences.of(self.skip_sequences)
+        return SkippedSequences.merge(self.skip_sequences)
 
     def build(self, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> RunSequences:
         """Open the sources, and tokenise raw text on first use. Raises ConfigError for unusable
@@ -186,9 +186,7 @@ class SequenceDataset(ValidationSequences, Dataset):
 
     The held-out sequences depend only on the sources' contents, so runs with other seeds validate on the same
     sequences. `identity`: everything that determines training sequence g. A run cannot resume with another
-    identity. `layout`: is set once the number of ranks is known, before `loader` is called."""
-
-    layout: LoaderLayout | None = None
+    identity."""
 
     def __init__(
         self,
@@ -285,7 +283,6 @@ class SequenceDataset(ValidationSequences, Dataset):
     ) -> Loader[Any]:
         """Return the loader of a data-parallel rank's micro-batches, which begins at the position
         `first_sequence`. `stream_state`: of a checkpoint, for a stream."""
-        assert self.layout is not None
         micro_batches = MicroBatches(
             first_sequence=first_sequence,
             step_sizes=step_sizes,

@@ -10,6 +10,7 @@ import numpy as np
 
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch, make_batch
+from titanlite.data.loader import LoaderLayout
 from titanlite.data.order import permute, quotas
 from titanlite.data.packing import PackedSequences, TokenSequence
 
@@ -65,7 +66,10 @@ class HeldOut:
 
 
 class ValidationSequences:
-    """The sequences that a run validates on, as batches: the base of the sequences of a run."""
+    """The sequences that a run validates on, as batches: the base of the sequences of a run. `layout`: is set
+    once the number of ranks is known, before `loader` is called."""
+
+    layout: LoaderLayout
 
     def __init__(self, for_validation: HeldOut, seq_len: int, mask_documents: bool):
         self.for_validation, self.seq_len, self._mask_documents = for_validation, seq_len, mask_documents

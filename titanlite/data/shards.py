@@ -170,7 +170,7 @@ class TokenShards(ShardedTokens):
         return self.path / f"{self._shards[shard]['name']}.bin"
 
     def _open_tokens(self, shard: int) -> np.ndarray:
-        return np.memmap(self.bin_file(shard), self._dtype, mode="r")
+        return np.asarray(np.memmap(self.bin_file(shard), self._dtype, mode="r"))
 
     def _open_offsets(self, shard: int) -> np.ndarray:
         return np.asarray(np.memmap(self.bin_file(shard).with_suffix(".idx"), np.dtype("<u8"), mode="r"))

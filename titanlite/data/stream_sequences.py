@@ -15,7 +15,6 @@ from typing import Any
 from titanlite.config.amount import Amount
 from titanlite.config.component import ConfigError, Unreadable
 from titanlite.data.held_out import HeldOut, ValidationSequences
-from titanlite.data.loader import LoaderLayout
 from titanlite.data.order import MIXING_BLOCK
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.sources import Source, StreamedSource, short_names
@@ -85,10 +84,9 @@ class StreamSequences(ValidationSequences):
     for a stream without documents, or without text in the first one. Its keys are relative to the source.
 
     `identity`: what determines the documents and how they become sequences. `layout`: which sequences the
-    documents become, besides. It is set once the number of ranks is known."""
+    documents become, besides."""
 
     epoch_sequences = None  # not known
-    layout: LoaderLayout | None = None
 
     def __init__(
         self, source: StreamedSource, tokenizer: Tokenizer, for_validation: HeldOut, identity: dict[str, Any]
@@ -122,7 +120,6 @@ class StreamSequences(ValidationSequences):
     ) -> StreamLoader:
         """Return the loader of a data-parallel rank's micro-batches. `stream_state`: of the checkpoint, which
         has the position."""
-        assert self.layout is not None
         return StreamLoader(self._tokens, self.layout, rank, step_sizes, pin_memory, stream_state)
 
     @property
@@ -149,7 +146,6 @@ class StreamSequences(ValidationSequences):
 
     def describe(self, num_sequences: int) -> list[str]:
         """Describe how the stream is read, for the log."""
-        assert self.layout is not None
         layout = [f"{LAYOUT_NAMES[key]} = {value}" for key, value in asdict(self.layout).items()]
         shares = self.layout.num_ranks * max(self.layout.num_workers, 1)
         num_shards = getattr(self._documents, "num_shards", 0)
@@ -168,7 +164,6 @@ class StreamSequences(ValidationSequences):
         checkpoint that it resumes from; None for a new run."""
         if train is None:
             return
-        assert self.layout is not None
         if "stream" not in train:
             raise ConfigError(
                 f"the checkpoint of step {train['step']} has no state of the stream, so the run cannot "

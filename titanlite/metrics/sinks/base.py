@@ -45,8 +45,8 @@ class RunInfo:
     """The step after which a copy first continued."""
 
     @classmethod
-    def of(cls, folder: Path, job: dict[str, Any], resumed_step: int, total_steps: int) -> RunInfo:
-        """The identity of the run in a folder, which is recorded in <run folder>/run_id.json."""
+    def identify(cls, folder: Path, job: dict[str, Any], resumed_step: int, total_steps: int) -> RunInfo:
+        """Return the identity of the run in a folder, which is recorded in <run folder>/run_id.json."""
         known = identify(folder, resumed_step)
         return cls(
             folder=folder,
