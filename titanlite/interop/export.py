@@ -166,11 +166,10 @@ def _write(
         sync(partial)
         os.rename(partial, target)  # fails if `target` exists by now
         sync(target.parent)
-    except OSError as e:
+    except BaseException as e:
         commit.discard(partial)
-        raise CheckpointError(f"{target} could not be written: {type(e).__name__}: {e}") from e
-    except BaseException:
-        commit.discard(partial)
+        if isinstance(e, OSError):
+            raise CheckpointError(f"{target} could not be written: {type(e).__name__}: {e}") from e
         raise
     return size
 
