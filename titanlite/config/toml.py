@@ -21,7 +21,7 @@ from titanlite.config.imports import import_own_components
 from titanlite.config.locator import Locator, syntax_error
 from titanlite.config.overrides import parse as parse
 from titanlite.config.overrides import put, split_overrides
-from titanlite.config.schema import Node, convert, describe, imports_of, type_hints
+from titanlite.config.schema import ChoiceError, Node, convert, describe, imports_of, type_hints
 from titanlite.config.shipped import find_config
 from titanlite.files import FileFault, read_regular
 
@@ -61,7 +61,7 @@ def build(schema: type[T], tree: dict[str, Any], locator: Locator) -> T:
     """Return `tree` as an object of the class `schema`. Raises ConfigError; every error is prefixed with file
     and line, or with the override at fault."""
     converted, errors = convert(describe(schema), tree, locator=locator)
-    if errors and import_own_components():  # perhaps one of them has the unknown name
+    if any(isinstance(e, ChoiceError) for e in errors) and import_own_components():
         locator.left_out.clear()
         converted, errors = convert(describe(schema), tree, locator=locator)
     made = None if errors else _make(schema, converted, "", errors)

@@ -33,6 +33,13 @@ class ShardedTokens(ABC):
     memory-mapped on first use. Picklable: each loader worker maps the files itself. `path`: for messages.
     `vocab_size`: every id must be below it."""
 
+    has_loss_mask = False
+    """Whether the dataset says for each token if it counts as a target."""
+    num_trained: int | None = None
+    """The number of tokens that count as targets; None without a loss mask, or if it is not recorded."""
+    warning = ""
+    """A warning about the loss masks, for messages; empty if there is none."""
+
     def __init__(
         self, path: Path, vocab_size: int, tokens_by_shard: Sequence[int], documents_by_shard: Sequence[int]
     ):
@@ -55,21 +62,6 @@ class ShardedTokens(ABC):
     @abstractmethod
     def bin_file(self, shard: int) -> Path:
         """Return the file of a shard's token ids."""
-
-    @property
-    def has_loss_mask(self) -> bool:
-        """Whether the dataset says for each token if it counts as a target."""
-        return False
-
-    @property
-    def num_trained(self) -> int | None:
-        """The number of tokens that count as targets; None without a loss mask, or if it is not recorded."""
-        return None
-
-    @property
-    def warning(self) -> str:
-        """A warning about the loss masks, for messages; empty if there is none."""
-        return ""
 
     def counts(self) -> str:
         """Return the numbers of documents, tokens and trained tokens, for messages."""
