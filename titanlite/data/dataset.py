@@ -22,9 +22,10 @@ from titanlite.data.order import MIXING_BLOCK, Mixture, key_of, permute, quotas
 from titanlite.data.packing import PACKINGS, ChunkedSequences, PackedSequences, TokenSequence
 from titanlite.data.reads import SourceReads
 from titanlite.data.skips import SkippedSequences, checked_range
-from titanlite.data.sources import Source, StreamedSource, short_names
+from titanlite.data.sources import Source, short_names
 from titanlite.data.step_sizes import StepSizes
 from titanlite.data.stream_sequences import StreamSequences, check_stream
+from titanlite.data.stream_source import Stream
 from titanlite.tokenizers.base import Tokenizer
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ class Data:
                 raise ConfigError(
                     "0; to exclude a source, delete its table", f"validation_sources.{i}.weight"
                 )
-            if isinstance(source, StreamedSource):
+            if isinstance(source, Stream):
                 raise ConfigError(
                     "a stream can only be trained on, as the only one of data.sources; to validate on its "
                     "documents, make shards of them: titanlite prepare, [from_stream]",
@@ -92,9 +93,9 @@ class Data:
             )
 
     @property
-    def stream(self) -> StreamedSource | None:
+    def stream(self) -> Stream | None:
         """The stream that the run trains on; None if its sequences have numbers."""
-        return next((source for source in self.sources if isinstance(source, StreamedSource)), None)
+        return next((source for source in self.sources if isinstance(source, Stream)), None)
 
     @property
     def uses_cache(self) -> bool:

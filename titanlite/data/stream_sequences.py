@@ -17,10 +17,11 @@ from titanlite.config.component import ConfigError, Unreadable
 from titanlite.data.held_out import HeldOut, ValidationSequences
 from titanlite.data.order import MIXING_BLOCK
 from titanlite.data.skips import SkippedSequences
-from titanlite.data.sources import Source, StreamedSource, short_names
+from titanlite.data.sources import Source, short_names
 from titanlite.data.step_sizes import StepSizes
 from titanlite.data.stream_batches import TokenStream, describe_document, has_own_shards
 from titanlite.data.stream_loader import StreamLoader
+from titanlite.data.stream_source import Stream
 from titanlite.tokenizers.base import Tokenizer
 
 SHARDS = "make shards of the stream, which have no such limit: titanlite prepare, [from_stream]"
@@ -89,7 +90,7 @@ class StreamSequences(ValidationSequences):
     epoch_sequences = None  # not known
 
     def __init__(
-        self, source: StreamedSource, tokenizer: Tokenizer, for_validation: HeldOut, identity: dict[str, Any]
+        self, source: Stream, tokenizer: Tokenizer, for_validation: HeldOut, identity: dict[str, Any]
     ):
         super().__init__(for_validation, identity["seq_len"], identity["mask_documents"])
         self._source, self._fingerprint = source, source.fingerprint()
@@ -154,7 +155,7 @@ class StreamSequences(ValidationSequences):
             how = f"each of {shares:,} loaders reads its own part of {num_shards:,} shards"
         elif shares > 1:
             why = f"; its {num_shards:,} shards do not divide evenly over them" if num_shards else ""
-            if num_shards and self._source.max_documents:
+            if num_shards and self._source.stream.max_documents:
                 why = "; max_documents counts over all shards"
             how = f"each of {shares:,} loaders reads all documents and uses every {shares:,}th{why}"
         return [f"{self._source.label}: in its order, {how}; to resume, keep {', '.join(layout)}"]
@@ -187,7 +188,7 @@ class StreamSequences(ValidationSequences):
             )
 
 
-def _checked_documents(source: StreamedSource) -> Iterable[Any]:
+def _checked_documents(source: Stream) -> Iterable[Any]:
     """Return the documents of a stream. Raises ConfigError if it cannot be read, has no documents, or has no
     text in the first one; if bad documents are skipped, in the first FIRST_DOCUMENTS."""
     errors = list[ConfigError]()
@@ -199,7 +200,7 @@ def _checked_documents(source: StreamedSource) -> Iterable[Any]:
                 break
             except ConfigError as e:
                 errors.append(e)
-                if not source.skips_bad_documents:
+                if source.bad_documents == "stop":
                     raise
         else:
             raise errors[0] if errors else ConfigError(f"{source.label}: the stream has no documents")
