@@ -187,7 +187,8 @@ class SequenceDataset(ValidationSequences, Dataset):
 
     The held-out sequences depend only on the sources' contents, so runs with other seeds validate on the same
     sequences. `identity`: everything that determines training sequence g. A run cannot resume with another
-    identity."""
+    identity. `epoch_sequences`: number of training sequences of all sources together. `names`: the sources'
+    labels, for messages, by their fingerprints in `identity`. `source_names`: short names, for metrics."""
 
     def __init__(
         self,
@@ -214,6 +215,9 @@ class SequenceDataset(ValidationSequences, Dataset):
             for_validation = _held_out("holdout", sources, held, [1.0] * len(held))
         super().__init__(for_validation, self._packed[0].seq_len, identity["mask_documents"])
         self.sizes = [len(packed) - num_held for packed, num_held in zip(self._packed, held)]
+        self.epoch_sequences = sum(self.sizes)
+        self.names = {packed.fingerprint: source.label for packed, source in sources}
+        self.source_names = short_names(self._sources)
         self._seed, self._holdout = seed, holdout
         self._label_identity = identity
 
@@ -253,21 +257,6 @@ class SequenceDataset(ValidationSequences, Dataset):
                     key,
                 )
         return shares
-
-    @property
-    def names(self) -> dict[str, str]:
-        """The sources' labels, for messages, by their fingerprints in `identity`."""
-        return {packed.fingerprint: source.label for packed, source in zip(self._packed, self._sources)}
-
-    @property
-    def source_names(self) -> list[str]:
-        """Short names of the sources, for metrics."""
-        return short_names(self._sources)
-
-    @property
-    def epoch_sequences(self) -> int:
-        """Number of training sequences of all sources together."""
-        return sum(self.sizes)
 
     def check_resumed(self, train: Mapping[str, Any] | None) -> None:
         """Do nothing: a run continues its numbered sequences on any layout."""

@@ -85,7 +85,7 @@ class StreamSequences(ValidationSequences):
     for a stream without documents, or without text in the first one. Its keys are relative to the source.
 
     `identity`: what determines the documents and how they become sequences. `layout`: which sequences the
-    documents become, besides."""
+    documents become, besides. `names`, `source_names`: as in SequenceDataset."""
 
     epoch_sequences = None  # not known
 
@@ -93,10 +93,11 @@ class StreamSequences(ValidationSequences):
         self, source: Stream, tokenizer: Tokenizer, for_validation: HeldOut, identity: dict[str, Any]
     ):
         super().__init__(for_validation, identity["seq_len"], identity["mask_documents"])
-        self._source, self._fingerprint = source, source.fingerprint()
+        self._source, fingerprint = source, source.fingerprint()
+        self.names, self.source_names = {fingerprint: source.label}, short_names([source])
         self._documents = _checked_documents(source)
         self._tokens = TokenStream(source, tokenizer, self.seq_len, identity["mask_documents"])
-        self._shares = {self._fingerprint: MIXING_BLOCK}
+        self._shares = {fingerprint: MIXING_BLOCK}
         self.identity = {**identity, "sources": self._shares}
 
     def set_stages(
@@ -122,16 +123,6 @@ class StreamSequences(ValidationSequences):
         """Return the loader of a data-parallel rank's micro-batches. `stream_state`: of the checkpoint, which
         has the position."""
         return StreamLoader(self._tokens, self.layout, rank, step_sizes, pin_memory, stream_state)
-
-    @property
-    def names(self) -> dict[str, str]:
-        """The stream's label, for messages, by its fingerprint in `identity`."""
-        return {self._fingerprint: self._source.label}
-
-    @property
-    def source_names(self) -> list[str]:
-        """A short name of the stream, for metrics."""
-        return short_names([self._source])
 
     def shares(self) -> list[dict[str, Any]]:
         """Return an empty list: the epochs of a stream are not known."""

@@ -81,12 +81,13 @@ class LazyTensor:
             raise CheckpointError(f"{self.file} does not hold all of a tensor of shape {self.shape}")
         return whole
 
-    def row_blocks(self, num_rows: int) -> list[Region]:
-        """Return regions that cover the first `num_rows` rows. They begin where chunks begin, so that no
-        chunk is read twice."""
-        begins = self._begins[: max(bisect.bisect_left(self._begins, num_rows), 1)]
+    def row_blocks(self) -> list[Region]:
+        """Return regions that cover the tensor. They begin where chunks begin, so that no chunk is read
+        twice."""
+        if not self.shape:
+            return [()]
         rest = tuple(slice(0, n) for n in self.shape[1:])
-        return [(slice(a, b), *rest) for a, b in zip(begins, [*begins[1:], num_rows])]
+        return [(slice(a, b), *rest) for a, b in zip(self._begins, [*self._begins[1:], self.shape[0]])]
 
     def block_at(self, row: int) -> slice:
         """Return the block of rows of row_blocks that has `row`."""
@@ -337,6 +338,6 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _are_equal(a: LazyTensor, b: LazyTensor | None) -> bool:
-    if b is None or a.shape != b.shape or not a.shape:
+    if b is None or a.shape != b.shape:
         return False
-    return all(torch.equal(a.read(region), b.read(region)) for region in a.row_blocks(a.shape[0]))
+    return all(torch.equal(a.read(region), b.read(region)) for region in a.row_blocks())
