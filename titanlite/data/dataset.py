@@ -208,7 +208,7 @@ class SequenceDataset(ValidationSequences, Dataset):
                     f"cannot hold out {num_held} sequences of {packed.shards.path}, which has {len(packed)}",
                     "data.holdout_sequences",
                 )
-        self._held, self._held_ends = held, np.cumsum([0, *held])
+        self._held = held
         if validation:
             for_validation = _for_validation(validation)
         else:  # the numbers held out are by weight
@@ -355,7 +355,7 @@ class SequenceDataset(ValidationSequences, Dataset):
         if b not in self._blocks:
             numbers = np.arange(b * MIXING_BLOCK, (b + 1) * MIXING_BLOCK)
             source_index, local_numbers = self._mixture.locate(numbers)
-            shuffled = self._shuffled(source_index, local_numbers + np.diff(self._held_ends)[source_index])
+            shuffled = self._shuffled(source_index, local_numbers + np.array(self._held)[source_index])
             self._blocks[b] = np.stack([source_index, shuffled])
             if len(self._blocks) > 4:
                 self._blocks.pop(next(iter(self._blocks)))
