@@ -120,7 +120,7 @@ def _load(
             problem = RuntimeError(f"{path}: {type(e).__name__}: {e} (rank {ranks.rank})")
             problem.__cause__ = e
     if first := ranks.first(problem):
-        raise first
+        raise first from problem and problem.__cause__  # other ranks' errors come without their cause
     # Verification distributes the files over the ranks.
     is_hashed = verify and kind == "titanlite"
     reason = Verification(path, commit.read_manifest(path), ranks).result() if is_hashed else None
