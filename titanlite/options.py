@@ -6,7 +6,6 @@ Does not import torch, so that help and errors in a command appear in a fraction
 from __future__ import annotations
 
 import argparse
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,15 +94,8 @@ def take_numbers(
 
 
 def parse_price(text: str) -> float:
-    """Return `2.50` as a number. Raises ArgumentTypeError."""
-    price = parse_number(text)
-    if price is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a price such as 2.50, below 1e12")
-    return price
-
-
-def parse_number(text: str) -> float | None:
-    """The number of a text such as `2.50` or `1e6`, from 0 to 1e12; None for any other text."""
+    """Return `2.50` or `1e6` as a number. Raises ArgumentTypeError."""
     form = r"(\d{1,20}(\.\d*)?|\.\d+)([eE][+-]?\d{1,2})?"
-    number = float(text) if re.fullmatch(form, text, re.ASCII) else math.inf
-    return number if number < 1e12 else None
+    if not re.fullmatch(form, text, re.ASCII) or float(text) >= 1e12:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a price such as 2.50, below 1e12")
+    return float(text)

@@ -175,7 +175,7 @@ class Run:
         the user. The sequences that the run has skipped after rewinds are named, because an older checkpoint
         does not have them. Collective."""
         spike = self.guard.sequences_of_spike()
-        skipped = (self.state.skipped | SkippedSequences.of(spike)).as_lists()
+        skipped = (self.state.skipped | SkippedSequences.merge(spike)).as_lists()
         options = [f"--data.skip_sequences='{skipped}'"] if skipped else []
         options += [] if spike else ["--optimizer.lr=<a lower one>"]
         advice = self.checkpoints.go_back(self.guard.first_bad_step(), " ".join(options))
@@ -199,7 +199,7 @@ class Run:
                 )
             guard.num_rewinds = num_rewinds
             self.model.weights_changed()
-            state.skipped |= SkippedSequences.of([(first, last)])
+            state.skipped |= SkippedSequences.merge([(first, last)])
             self.loader.load_state_dict({"sequences": state.num_sequences}, state.skipped)
         logger.info(
             f"rewound from step {step} to step {state.step}; the sequences {first} to {last} are skipped for "

@@ -339,7 +339,7 @@ def skipped_sequences(job: Job, resumed_train: dict[str, Any] | None) -> Skipped
     checkpoint's train.json."""
     if resumed_train is None:
         return job.data.skipped
-    before, position = SkippedSequences.of(resumed_train["skipped"]), resumed_train["sequences"]
+    before, position = SkippedSequences.merge(resumed_train["skipped"]), resumed_train["sequences"]
     if trained := job.data.skipped.below(position) - before:
         raise ConfigError(
             f"the run has already trained on {_spelled(trained)}: after step "
@@ -416,7 +416,7 @@ def open_meter(parts: Parts, rt: Runtime, resumed_step: int, changes: Sequence[s
     `changes`: the result of `log_changes`."""
     job, sinks = parts.job, Sinks({})
     if rt.rank == 0:
-        run = RunInfo.of(job.folder, toml.as_tree(job), resumed_step, job.training.steps)
+        run = RunInfo.identify(job.folder, toml.as_tree(job), resumed_step, job.training.steps)
         sinks = job.metrics.open_sinks(run)
         if resumed_step:
             sinks.event(resumed_step, "resumed", {"changed": "; ".join(changes)} if changes else {})

@@ -13,10 +13,10 @@ import torch
 
 from titanlite.data.batch import Batch
 from titanlite.data.loader import LoaderLayout
-from titanlite.data.sources import StreamedSource
 from titanlite.data.step_sizes import StepSizes
 from titanlite.data.stream_batches import TokenStream
 from titanlite.data.stream_loader import StreamLoader
+from titanlite.data.stream_source import Stream
 from titanlite.tokenizers.bytes import Bytes
 
 SEQ_LEN, STEP, MICRO_BATCH = 16, 8, 2
@@ -35,7 +35,7 @@ def write_webdataset(folder: Path, files: Sequence[Sequence[str]]) -> Path:
 
 
 def stream_loader(
-    source: StreamedSource,
+    source: Stream,
     ranks: int,
     workers: int,
     rank: int = 0,

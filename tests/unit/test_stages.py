@@ -288,7 +288,7 @@ def plans(draw: st.DrawFn) -> Plan:
     ramp = [BatchRamp(until=f"{end} sequences", global_batch_size=draw(BATCH_SIZES)) for end in ramp_ends]
     first = st.integers(0, 400)
     ranges = draw(st.lists(st.tuples(first, st.integers(0, 60)), max_size=3))
-    skipped = SkippedSequences.of([(a, a + length) for a, length in ranges])
+    skipped = SkippedSequences.merge([(a, a + length) for a, length in ranges])
     return Plan(sizes, stages, ramp, draw(BATCH_SIZES), skipped)
 
 

@@ -269,11 +269,8 @@ def _percent(share: Any) -> str:
 
 def _names(identity: dict[str, Any]) -> tuple[str, dict[str, str]]:
     """The tokenizer's name, and the sources' names by fingerprint; empty if the identity has no names."""
-    names = identity.get("names")
-    sources = names.get("sources") if isinstance(names, dict) else None
-    if not isinstance(names, dict) or not isinstance(sources, dict):
-        return "", {}
-    return str(names.get("tokenizer", "")), {uid: str(name) for uid, name in sources.items()}
+    names = identity.get("names") or {}
+    return names.get("tokenizer", ""), names.get("sources", {})
 
 
 def _covers(name: str, key: str) -> bool:

@@ -123,7 +123,7 @@ class TrainState:
         before stay skipped."""
         self.step, self.num_sequences = values["step"], values["sequences"]
         self.tokens.fill_(values["tokens"])
-        self.skipped |= SkippedSequences.of(values["skipped"])
+        self.skipped |= SkippedSequences.merge(values["skipped"])
         self.guard.load_state_dict(values["guard"])
         self.stream = values.get(STREAM, {})
 

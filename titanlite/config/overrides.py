@@ -19,6 +19,14 @@ else:
     import tomli as tomllib
 
 
+def parse(text: str) -> dict[str, Any]:
+    """Return the tree of a TOML text. Raises ValueError for a text that is not TOML."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
 class Word(str):
     """A value as typed on the command line. It is converted once the type of its key is known."""
 
@@ -135,6 +143,6 @@ def plain_value(value: Any) -> Any:
     if value in ("True", "False"):
         return value == "True"
     try:
-        return tomllib.loads(f"value = {value}")["value"]
-    except (ValueError, RecursionError):  # also for a number of thousands of digits, or too many brackets
+        return parse(f"value = {value}")["value"]
+    except ValueError:  # also for a number of thousands of digits
         return str(value)

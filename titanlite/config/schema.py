@@ -193,6 +193,10 @@ def imports_of(tree: dict[str, Any]) -> tuple[str, Any]:
     return (f"{section}.{key}", table.get(key)) if isinstance(table, dict) else (key, tree.get(key))
 
 
+class ChoiceError(ConfigError):
+    """An error that may go away, or get a better hint, when more components are registered."""
+
+
 class _Conversion:
     def __init__(self, root: Node, choices_follow: bool, locator: Locator):
         self.errors: list[ConfigError] = []
@@ -281,10 +285,11 @@ class _Conversion:
             name = tree.get(picked_by, node.get("default"))
             name = str(name) if isinstance(name, Word) else name
             if name is None:
-                return self._complain(f"missing `{picked_by}`{known_list(node['choices'])}", key)
+                return self._complain(f"missing `{picked_by}`{known_list(node['choices'])}", key, ChoiceError)
             if not isinstance(name, str) or name not in node["choices"]:
                 known = suggest(str(name), node["choices"])
-                return self._complain(f"unknown {node['kind']} {name!r}{known}", f"{key}.{picked_by}")
+                text = f"unknown {node['kind']} {name!r}{known}"
+                return self._complain(text, f"{key}.{picked_by}", ChoiceError)
             table, made = node["choices"][name], {picked_by: name}
             tree = {k: v for k, v in tree.items() if k != picked_by}
         keys = table["keys"]
@@ -296,7 +301,8 @@ class _Conversion:
                 text = f"left out: {node['kind']} {name!r}, chosen on the command line, has no such key"
                 self._locator.left_out.append(str(self._locator.located(ConfigError(text, where))))
             else:
-                self._complain(f"unknown key {k!r}{self._hint(k, where, node, keys)}", where)
+                kind = ChoiceError if node["type"] == "choice" else ConfigError
+                self._complain(f"unknown key {k!r}{self._hint(k, where, node, keys)}", where, kind)
         for k, inner in keys.items():
             if k not in tree and inner.get("required"):
                 self._complain(f"missing required key {k!r}", key)
@@ -327,8 +333,8 @@ class _Conversion:
         elsewhere = sorted(places.get(near[0], ())) if near and near[0] not in keys else []
         return suggest(unknown, keys, elsewhere, prefers_elsewhere=where == unknown)
 
-    def _complain(self, message: str, key: str) -> None:
-        self.errors.append(ConfigError(message, key))
+    def _complain(self, message: str, key: str, kind: type[ConfigError] = ConfigError) -> None:
+        self.errors.append(kind(message, key))
 
 
 def _whole(word: Word) -> Any:

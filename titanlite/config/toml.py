@@ -7,7 +7,6 @@ command line), the key, the nearest valid key and all valid keys. All errors are
 from __future__ import annotations
 
 import dataclasses
-import sys
 import types
 import typing
 from collections.abc import Sequence
@@ -20,15 +19,11 @@ from titanlite.config.amount import Amount
 from titanlite.config.component import Component, ConfigError, full_name
 from titanlite.config.imports import import_own_components
 from titanlite.config.locator import Locator, syntax_error
+from titanlite.config.overrides import parse as parse
 from titanlite.config.overrides import put, split_overrides
-from titanlite.config.schema import Node, convert, describe, imports_of, type_hints
+from titanlite.config.schema import ChoiceError, Node, convert, describe, imports_of, type_hints
 from titanlite.config.shipped import find_config
 from titanlite.files import FileFault, read_regular
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 T = TypeVar("T")
 
@@ -62,19 +57,11 @@ def check(table: Node, tree: dict[str, Any], locator: Locator) -> None:
         raise locator.all_located(errors)
 
 
-def parse(text: str) -> dict[str, Any]:
-    """Return the tree of a TOML text. Raises ValueError for a text that is not TOML."""
-    try:
-        return tomllib.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
-
-
 def build(schema: type[T], tree: dict[str, Any], locator: Locator) -> T:
     """Return `tree` as an object of the class `schema`. Raises ConfigError; every error is prefixed with file
     and line, or with the override at fault."""
     converted, errors = convert(describe(schema), tree, locator=locator)
-    if errors and import_own_components():  # perhaps one of them has the unknown name
+    if any(isinstance(e, ChoiceError) for e in errors) and import_own_components():
         locator.left_out.clear()
         converted, errors = convert(describe(schema), tree, locator=locator)
     made = None if errors else _make(schema, converted, "", errors)

@@ -216,10 +216,6 @@ def _as_json(value: Any, name: str) -> Any:
     )
 
 
-def _blocks(file: Path, limits: Limits) -> Iterator[bytes]:
-    return text_files.decompressed(file, limits) if format_of(file)[1] else text_files.blocks(file)
-
-
 def _is_array(split: FileSplit) -> bool:
     """Return whether a split is a JSON array. Files of lines with several splits are not opened for it."""
     return (split.begin, split.end) == (0, 1) and _begins_array(split.files[0])
@@ -227,7 +223,7 @@ def _is_array(split: FileSplit) -> bool:
 
 def _begins_array(file: Path) -> bool:
     """Return whether a file is a JSON array, by its first character. No line of JSON lines begins so."""
-    for block in _blocks(file, text_files.DEFAULT_LIMITS):
+    for block in text_files.blocks(file, text_files.DEFAULT_LIMITS):
         if start := block.removeprefix(codecs.BOM_UTF8).lstrip():
             return start.startswith(b"[")
     return False
@@ -255,7 +251,7 @@ class _ArrayText:
     def __init__(self, file: Path, limits: Limits):
         self._file, self._limits, self._is_compressed = file, limits, format_of(file)[1] != ""
         self._text, self._at = "", 0
-        self._blocks = codecs.iterdecode(_blocks(file, limits), "utf-8")
+        self._blocks = codecs.iterdecode(text_files.blocks(file, limits), "utf-8")
         self.place = 1 if self._is_compressed else 0
 
     def fault(self, reason: str) -> ConfigError:

@@ -292,7 +292,7 @@ class MegatronTokens(ShardedTokens):
         return self._files[shard].bin
 
     def _open_tokens(self, shard: int) -> np.ndarray:
-        return np.memmap(self.bin_file(shard), self._files[shard].dtype, mode="r")
+        return np.asarray(np.memmap(self.bin_file(shard), self._files[shard].dtype, mode="r"))
 
     def _open_offsets(self, shard: int) -> DocumentOffsets:
         return DocumentOffsets(self._files[shard])

@@ -174,7 +174,7 @@ class _Planner:
         step, position, skipped = 0, 0, job.data.skipped
         if candidate is not None:
             step, position = candidate.step, candidate.train["sequences"]
-            skipped = skipped | SkippedSequences.of(candidate.train["skipped"])
+            skipped = skipped | SkippedSequences.merge(candidate.train["skipped"])
             self.at = {
                 "step": step,
                 "sequence": position,

@@ -203,7 +203,7 @@ def _skipped(job: Job, sequences: SequenceDataset) -> SkippedSequences:
     ours, theirs = job.identity(sequences.identity, sequences.names), candidate.train["identity"]
     if _numbering(ours, candidate.train["sequences"]) != _numbering(theirs, candidate.train["sequences"]):
         return job.data.skipped
-    return job.data.skipped | SkippedSequences.of(candidate.train["skipped"])
+    return job.data.skipped | SkippedSequences.merge(candidate.train["skipped"])
 
 
 def _numbering(identity: dict[str, Any], num_sequences: int) -> list[Any]:

@@ -17,14 +17,15 @@ from titanlite.config.component import ConfigError, check_at_least, keys_in
 from titanlite.config.paths import PathText
 from titanlite.data.batch import Batch, MicroBatch
 from titanlite.data.held_out import HeldOut, HeldOutSource, ValidationSequences, read
-from titanlite.data.loader import Loader, LoaderLayout, MicroBatches, SequenceLoader
+from titanlite.data.loader import Loader, MicroBatches, SequenceLoader
 from titanlite.data.order import MIXING_BLOCK, Mixture, key_of, permute, quotas
 from titanlite.data.packing import PACKINGS, ChunkedSequences, PackedSequences, TokenSequence
 from titanlite.data.reads import SourceReads
 from titanlite.data.skips import SkippedSequences, checked_range
-from titanlite.data.sources import Source, StreamedSource, short_names
+from titanlite.data.sources import Source, short_names
 from titanlite.data.step_sizes import StepSizes
 from titanlite.data.stream_sequences import StreamSequences, check_stream
+from titanlite.data.stream_source import Stream
 from titanlite.tokenizers.base import Tokenizer
 
 T = TypeVar("T")
@@ -67,7 +68,7 @@ class Data:
                 raise ConfigError(
                     "0; to exclude a source, delete its table", f"validation_sources.{i}.weight"
                 )
-            if isinstance(source, StreamedSource):
+            if isinstance(source, Stream):
                 raise ConfigError(
                     "a stream can only be trained on, as the only one of data.sources; to validate on its "
                     "documents, make shards of them: titanlite prepare, [from_stream]",
@@ -90,9 +91,9 @@ class Data:
             )
 
     @property
-    def stream(self) -> StreamedSource | None:
+    def stream(self) -> Stream | None:
         """The stream that the run trains on; None if its sequences have numbers."""
-        return next((source for source in self.sources if isinstance(source, StreamedSource)), None)
+        return next((source for source in self.sources if isinstance(source, Stream)), None)
 
     @property
     def uses_cache(self) -> bool:
@@ -103,7 +104,7 @@ class Data:
     @property
     def skipped(self) -> SkippedSequences:
         """The sequences of `skip_sequences`."""
-        return SkippedSequences.of(self.skip_sequences)
+        return SkippedSequences.merge(self.skip_sequences)
 
     def build(self, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> RunSequences:
         """Open the sources, and tokenise raw text on first use. Raises ConfigError for unusable
@@ -184,9 +185,8 @@ class SequenceDataset(ValidationSequences, Dataset):
 
     The held-out sequences depend only on the sources' contents, so runs with other seeds validate on the same
     sequences. `identity`: everything that determines training sequence g. A run cannot resume with another
-    identity. `layout`: is set once the number of ranks is known, before `loader` is called."""
-
-    layout: LoaderLayout | None = None
+    identity. `epoch_sequences`: number of training sequences of all sources together. `names`: the sources'
+    labels, for messages, by their fingerprints in `identity`. `source_names`: short names, for metrics."""
 
     def __init__(
         self,
@@ -206,13 +206,16 @@ class SequenceDataset(ValidationSequences, Dataset):
                     f"cannot hold out {num_held} sequences of {packed.shards.path}, which has {len(packed)}",
                     "data.holdout_sequences",
                 )
-        self._held, self._held_ends = held, np.cumsum([0, *held])
+        self._held = held
         if validation:
             for_validation = _for_validation(validation)
         else:  # the numbers held out are by weight
             for_validation = _held_out("holdout", sources, held, [1.0] * len(held))
         super().__init__(for_validation, self._packed[0].seq_len, identity["mask_documents"])
         self.sizes = [len(packed) - num_held for packed, num_held in zip(self._packed, held)]
+        self.epoch_sequences = sum(self.sizes)
+        self.names = {packed.fingerprint: source.label for packed, source in sources}
+        self.source_names = short_names(self._sources)
         self._seed, self._holdout = seed, holdout
         self._label_identity = identity
 
@@ -253,21 +256,6 @@ class SequenceDataset(ValidationSequences, Dataset):
                 )
         return shares
 
-    @property
-    def names(self) -> dict[str, str]:
-        """The sources' labels, for messages, by their fingerprints in `identity`."""
-        return {packed.fingerprint: source.label for packed, source in zip(self._packed, self._sources)}
-
-    @property
-    def source_names(self) -> list[str]:
-        """Short names of the sources, for metrics."""
-        return short_names(self._sources)
-
-    @property
-    def epoch_sequences(self) -> int:
-        """Number of training sequences of all sources together."""
-        return sum(self.sizes)
-
     def check_resumed(self, train: Mapping[str, Any] | None) -> None:
         """Do nothing: a run continues its numbered sequences on any layout."""
 
@@ -283,7 +271,6 @@ class SequenceDataset(ValidationSequences, Dataset):
     ) -> Loader[Any]:
         """Return the loader of a data-parallel rank's micro-batches, which begins at the position
         `first_sequence`. `stream_state`: of a checkpoint, for a stream."""
-        assert self.layout is not None
         micro_batches = MicroBatches(
             first_sequence=first_sequence,
             step_sizes=step_sizes,
@@ -366,7 +353,7 @@ class SequenceDataset(ValidationSequences, Dataset):
         if b not in self._blocks:
             numbers = np.arange(b * MIXING_BLOCK, (b + 1) * MIXING_BLOCK)
             source_index, local_numbers = self._mixture.locate(numbers)
-            shuffled = self._shuffled(source_index, local_numbers + np.diff(self._held_ends)[source_index])
+            shuffled = self._shuffled(source_index, local_numbers + np.array(self._held)[source_index])
             self._blocks[b] = np.stack([source_index, shuffled])
             if len(self._blocks) > 4:
                 self._blocks.pop(next(iter(self._blocks)))

@@ -10,6 +10,7 @@ import numpy as np
 
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch, make_batch
+from titanlite.data.loader import LoaderLayout
 from titanlite.data.order import permute, quotas
 from titanlite.data.packing import PackedSequences, TokenSequence
 
@@ -27,25 +28,20 @@ class HeldOutSource:
 
 
 class HeldOut:
-    """All held-out sequences: number n is the (n - start)th of the source whose numbers begin at `start`."""
+    """All held-out sequences: number n is the (n - start)th of the source whose numbers begin at `start`.
+
+    `names`: of the sources, for metrics. `weights`: of the sources; None if they are equal, so that every
+    target counts the same."""
 
     def __init__(self, sources: Sequence[HeldOutSource]):
         self.sources = list(sources)
         self._ends = np.cumsum([0, *(source.size for source in self.sources)])
+        self.names = [source.name for source in self.sources]
+        weights = [source.weight for source in self.sources]
+        self.weights = weights if len(set(weights)) > 1 else None
 
     def __len__(self) -> int:
         return int(self._ends[-1])
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the sources, for metrics."""
-        return [source.name for source in self.sources]
-
-    @property
-    def weights(self) -> list[float] | None:
-        """The weights of the sources; None if they are equal, so that every target counts the same."""
-        weights = [source.weight for source in self.sources]
-        return weights if len(set(weights)) > 1 else None
 
     def locate(self, numbers: np.ndarray) -> list[tuple[PackedSequences, int]]:
         """Return the source of each held-out sequence (int64 [n]), and its number in that source."""
@@ -65,15 +61,15 @@ class HeldOut:
 
 
 class ValidationSequences:
-    """The sequences that a run validates on, as batches: the base of the sequences of a run."""
+    """The sequences that a run validates on, as batches: the base of the sequences of a run. `layout`: is set
+    once the number of ranks is known, before `loader` is called. `num_held_out`: number of sequences to
+    validate on."""
+
+    layout: LoaderLayout
 
     def __init__(self, for_validation: HeldOut, seq_len: int, mask_documents: bool):
         self.for_validation, self.seq_len, self._mask_documents = for_validation, seq_len, mask_documents
-
-    @property
-    def num_held_out(self) -> int:
-        """Number of sequences to validate on."""
-        return len(self.for_validation)
+        self.num_held_out = len(for_validation)
 
     def held_out(self, numbers: np.ndarray) -> list[TokenSequence]:
         """Return held-out sequences by number in [0, num_held_out) (int64 [n])."""

@@ -148,11 +148,6 @@ class Mixture:
                 self.stages.append(Proportions(later, seed, first, self.stages[-1].taken(first)))
         self._firsts = [stage.first for stage in self.stages]
 
-    @property
-    def quotas(self) -> list[int]:
-        """Sequences of each source in the first mixing block."""
-        return self.stages[0].quotas
-
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the source (int64 [n]) and the sequence within that source (int64 [n]) for global sequence
         numbers (int64 [n])."""

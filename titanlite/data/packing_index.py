@@ -129,7 +129,11 @@ def _packed_windows(
     shards: ShardedTokens, capacity: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yield the result of pack_window for each window of the dataset, in order."""
-    windows = list(_windows(shards))
+    windows = [  # (shard, first document, end)
+        (shard, begin, min(begin + WINDOW, count))
+        for shard, count in enumerate(shards.documents_by_shard)
+        for begin in range(0, count, WINDOW)
+    ]
     with (
         worker_pool(min(num_cores(), -(-len(windows) // 8))) as pool,
         Progress(total=shards.num_documents, desc="packing", unit="doc", unit_scale=True, delay=1) as bar,
@@ -140,13 +144,6 @@ def _packed_windows(
             ]
             yield from pool.map(partial(pack_window, capacity=capacity), offsets)
             bar.update(sum(len(documents) - 1 for documents in offsets))
-
-
-def _windows(shards: ShardedTokens) -> Iterator[tuple[int, int, int]]:
-    """Yield each window of documents as (shard, first document, end). A window is within one shard."""
-    for shard, count in enumerate(shards.documents_by_shard):
-        for begin in range(0, count, WINDOW):
-            yield shard, begin, min(begin + WINDOW, count)
 
 
 def pack_window(offsets: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

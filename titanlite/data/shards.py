@@ -127,33 +127,23 @@ class TokenShards(ShardedTokens):
         )
         self.tokenizer_fingerprint: str = description["tokenizer"]
         self.prepared: dict[str, Any] = description.get("prepared", {})
-        self._has_loss_mask = description["format"] == FORMAT_WITH_MASKS
-        self._kinds = ("bin", "idx", "mask") if self._has_loss_mask else ("bin", "idx")
+        self.warning = str(self.prepared.get("warning", ""))
+        self.has_loss_mask = description["format"] == FORMAT_WITH_MASKS
+        self._kinds = ("bin", "idx", "mask") if self.has_loss_mask else ("bin", "idx")
+        trained = [shard.get("trained_tokens") for shard in self._shards]  # older datasets lack it
+        self.num_trained = sum(trained) if self.has_loss_mask and None not in trained else None
         hashes = "".join(s[f"{kind}_sha256"] for s in self._shards for kind in self._kinds)
         content = f"{self.tokenizer_fingerprint}{self._dtype}{hashes}"
         self._fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
         for shard in self._shards:
             self._check_size(f"{shard['name']}.bin", shard["tokens"] * self._dtype.itemsize)
             self._check_size(f"{shard['name']}.idx", (shard["documents"] + 1) * 8)
-            if self._has_loss_mask:
+            if self.has_loss_mask:
                 self._check_size(f"{shard['name']}.mask", shard["tokens"])
 
     @property
     def fingerprint(self) -> str:
         return self._fingerprint
-
-    @property
-    def has_loss_mask(self) -> bool:
-        return self._has_loss_mask
-
-    @property
-    def num_trained(self) -> int | None:
-        trained = [shard.get("trained_tokens") for shard in self._shards]  # older datasets lack it
-        return sum(trained) if self._has_loss_mask and None not in trained else None
-
-    @property
-    def warning(self) -> str:
-        return str(self.prepared.get("warning", ""))
 
     def verify(self) -> None:
         """Compare the SHA-256 of every file with dataset.json. Raises ConfigError, which names the first file
@@ -170,7 +160,7 @@ class TokenShards(ShardedTokens):
         return self.path / f"{self._shards[shard]['name']}.bin"
 
     def _open_tokens(self, shard: int) -> np.ndarray:
-        return np.memmap(self.bin_file(shard), self._dtype, mode="r")
+        return np.asarray(np.memmap(self.bin_file(shard), self._dtype, mode="r"))
 
     def _open_offsets(self, shard: int) -> np.ndarray:
         return np.asarray(np.memmap(self.bin_file(shard).with_suffix(".idx"), np.dtype("<u8"), mode="r"))

@@ -22,7 +22,7 @@ class SkippedSequences:
     """First and last number of each range. Sorted, and not adjacent: sequences lie between two ranges."""
 
     @classmethod
-    def of(cls, ranges: Iterable[Sequence[int]]) -> SkippedSequences:
+    def merge(cls, ranges: Iterable[Sequence[int]]) -> SkippedSequences:
         """Merge ranges that may overlap, in any order. Raises ValueError for a range that is malformed."""
         merged: list[tuple[int, int]] = []
         for first, last in sorted(map(checked_range, ranges)):
@@ -38,7 +38,7 @@ class SkippedSequences:
         return any(first <= number <= last for first, last in self.ranges)
 
     def __or__(self, other: SkippedSequences) -> SkippedSequences:
-        return SkippedSequences.of(self.ranges + other.ranges)
+        return SkippedSequences.merge(self.ranges + other.ranges)
 
     def __sub__(self, other: SkippedSequences) -> SkippedSequences:
         left = []
@@ -89,7 +89,7 @@ class SkippedSequences:
         return self.ranges[bisect_left(self.ranges, cursor, key=itemgetter(1)) :]
 
     def as_lists(self) -> list[list[int]]:
-        """The ranges as plain lists, which `of` reads."""
+        """The ranges as plain lists, which `merge` reads."""
         return [list(numbers) for numbers in self.ranges]
 
 

@@ -1,24 +1,19 @@
 """Source: the contract of data sources, which `[[data.sources]]` selects, and the source `tokens`,
-whose files hold token ids. StreamedSource: the contract of the source `stream`.
+whose files hold token ids.
 
 A source returns ShardedTokens, a dataset on disk. Everything after that is the same for all sources: packing
 numbers the sequences of the shards, and the data order is a function of these numbers. So a source must be
 finite and have a fixed content, whose hash (ShardedTokens.fingerprint) belongs to the run's identity.
-DocumentSource (corpus/document_source.py) makes shards of the documents of any iterable.
-
-A streamed source has no shards: its documents can only be read in their order. So its sequences depend on the
-numbers of ranks and loader workers that share the documents, and much that needs numbered sequences is
-refused (stream_sequences.py)."""
+DocumentSource (corpus/document_source.py) makes shards of the documents of any iterable."""
 
 from __future__ import annotations
 
 import itertools
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
 
 from titanlite.config.component import Component, ConfigError, label
 from titanlite.config.paths import PathText
@@ -63,57 +58,6 @@ class Source(Component, makes=(ShardedTokens,)):
         """Raise ConfigError for missing or wrong input, without reading all of the input. Returns True if
         `build` would only open files and tokenise nothing."""
         return False
-
-
-class StreamedSource(Source):
-    """Base of sources whose documents can only be read in their order, from the first one on."""
-
-    only = "sources"  # not validation_sources
-    uses_cache = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_epochs:
-            raise ConfigError("the epochs of a stream are not counted; limit training.steps", "max_epochs")
-
-    @property
-    @abstractmethod
-    def max_documents(self) -> int:
-        """Number of documents after which the stream begins again; 0: it is read to its end."""
-
-    @property
-    def skips_bad_documents(self) -> bool:
-        """Whether documents without text are skipped and counted; otherwise they end the run."""
-        return False
-
-    def pinned(self, recorded: Mapping[str, Any]) -> StreamedSource:
-        """Return a source that reads today's documents at any later time, such as one that names the newest
-        commit; by default, this source. `recorded`: the keys of the pinned source of the run that is resumed,
-        whose documents it reads if its keys allow; {} for a new run."""
-        return self
-
-    @abstractmethod
-    def documents(self) -> Iterable[Any]:
-        """Return the documents from the first one on, the same in the same order at every call. Raises
-        ConfigError for missing or unreadable input.
-
-        If the iterable has the methods `state_dict()`, which returns JSON, and `load_state_dict(state)`, a
-        resumed run continues at once; any other iterable is read again from the beginning. If it has
-        `num_shards` and `shard(num_shards, index)`, which returns an iterable over a part of the documents,
-        the ranks and loader workers read a part each if the parts are alike (has_own_shards in
-        stream_batches.py); otherwise each reads all documents and uses its own."""
-
-    @abstractmethod
-    def text(self, document: Any, place: str) -> str:
-        """Return the text of a document. `place`: names the document in messages. Raises ConfigError if the
-        document has no text."""
-
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """Return a short hash that changes whenever the documents change."""
-
-    def build(self, tokenizer: Tokenizer, cache_dir: Path) -> ShardedTokens:
-        raise ConfigError("a stream can only be trained on, as the only one of data.sources", "name")
 
 
 def short_names(sources: Sequence[Source]) -> list[str]:

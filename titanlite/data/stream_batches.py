@@ -22,7 +22,7 @@ from titanlite.config.component import ConfigError, Unreadable
 from titanlite.data.batch import Batch, make_batch
 from titanlite.data.loader import LoaderLayout
 from titanlite.data.packing import TokenSequence
-from titanlite.data.sources import StreamedSource
+from titanlite.data.stream_source import Stream
 from titanlite.log import logger
 from titanlite.tokenizers.base import Tokenizer
 
@@ -35,7 +35,7 @@ State = dict[str, Any]
 class TokenStream:
     """A stream and the way in which it becomes sequences."""
 
-    source: StreamedSource
+    source: Stream
     tokenizer: Tokenizer
     seq_len: int
     mask_documents: bool = False
@@ -156,11 +156,11 @@ def describe_document(number: int) -> str:
     return f"document {number:,} of the stream"
 
 
-def has_own_shards(source: StreamedSource, documents: Any, num_shares: int) -> bool:
+def has_own_shards(source: Stream, documents: Any, num_shares: int) -> bool:
     """Return True if each of `num_shares` shares of the documents reads only its own shards of the stream,
     False if each reads the whole stream and uses its own documents. Shares with very different numbers of
     shards would read some documents far more often than others."""
-    if source.max_documents or not hasattr(documents, "num_shards"):
+    if source.stream.max_documents or not hasattr(documents, "num_shards"):
         return False  # the first `max_documents` documents are in the first shards
     num_shards = documents.num_shards
     return num_shards >= MANY_SHARDS * num_shares or (num_shards > 0 and num_shards % num_shares == 0)
@@ -186,7 +186,7 @@ class _Share:
     shards (see has_own_shards), or else every `num_shares`-th document. Empty documents are left out, and bad
     ones if the source says so."""
 
-    def __init__(self, source: StreamedSource, share: int, num_shares: int):
+    def __init__(self, source: Stream, share: int, num_shares: int):
         self._source, self._share, self._num_shares = source, share, num_shares
         self._num_bad = 0
         self._begin()
@@ -225,7 +225,7 @@ class _Share:
 
     def _rest(self) -> Iterator[Any]:
         """Read the documents that are left in this epoch, including other shares."""
-        limit = self._source.max_documents
+        limit = self._source.stream.max_documents
         with _stream_errors(self._source.label):
             if self._iterator is None:
                 self._iterator = iter(self._documents)
@@ -237,7 +237,7 @@ class _Share:
         try:
             return self._source.text(document, describe_document(self._number) + share)
         except ConfigError as e:
-            if not self._source.skips_bad_documents:
+            if self._source.bad_documents == "stop":
                 raise
             self._num_bad += 1
             if 10 ** (len(str(self._num_bad)) - 1) == self._num_bad:  # 1, 10, 100, ...

@@ -15,13 +15,13 @@ from typing import Any
 from titanlite.config.amount import Amount
 from titanlite.config.component import ConfigError, Unreadable
 from titanlite.data.held_out import HeldOut, ValidationSequences
-from titanlite.data.loader import LoaderLayout
 from titanlite.data.order import MIXING_BLOCK
 from titanlite.data.skips import SkippedSequences
-from titanlite.data.sources import Source, StreamedSource, short_names
+from titanlite.data.sources import Source, short_names
 from titanlite.data.step_sizes import StepSizes
 from titanlite.data.stream_batches import TokenStream, describe_document, has_own_shards
 from titanlite.data.stream_loader import StreamLoader
+from titanlite.data.stream_source import Stream
 from titanlite.tokenizers.base import Tokenizer
 
 SHARDS = "make shards of the stream, which have no such limit: titanlite prepare, [from_stream]"
@@ -85,19 +85,19 @@ class StreamSequences(ValidationSequences):
     for a stream without documents, or without text in the first one. Its keys are relative to the source.
 
     `identity`: what determines the documents and how they become sequences. `layout`: which sequences the
-    documents become, besides. It is set once the number of ranks is known."""
+    documents become, besides. `names`, `source_names`: as in SequenceDataset."""
 
     epoch_sequences = None  # not known
-    layout: LoaderLayout | None = None
 
     def __init__(
-        self, source: StreamedSource, tokenizer: Tokenizer, for_validation: HeldOut, identity: dict[str, Any]
+        self, source: Stream, tokenizer: Tokenizer, for_validation: HeldOut, identity: dict[str, Any]
     ):
         super().__init__(for_validation, identity["seq_len"], identity["mask_documents"])
-        self._source, self._fingerprint = source, source.fingerprint()
+        self._source, fingerprint = source, source.fingerprint()
+        self.names, self.source_names = {fingerprint: source.label}, short_names([source])
         self._documents = _checked_documents(source)
         self._tokens = TokenStream(source, tokenizer, self.seq_len, identity["mask_documents"])
-        self._shares = {self._fingerprint: MIXING_BLOCK}
+        self._shares = {fingerprint: MIXING_BLOCK}
         self.identity = {**identity, "sources": self._shares}
 
     def set_stages(
@@ -122,18 +122,7 @@ class StreamSequences(ValidationSequences):
     ) -> StreamLoader:
         """Return the loader of a data-parallel rank's micro-batches. `stream_state`: of the checkpoint, which
         has the position."""
-        assert self.layout is not None
         return StreamLoader(self._tokens, self.layout, rank, step_sizes, pin_memory, stream_state)
-
-    @property
-    def names(self) -> dict[str, str]:
-        """The stream's label, for messages, by its fingerprint in `identity`."""
-        return {self._fingerprint: self._source.label}
-
-    @property
-    def source_names(self) -> list[str]:
-        """A short name of the stream, for metrics."""
-        return short_names([self._source])
 
     def shares(self) -> list[dict[str, Any]]:
         """Return an empty list: the epochs of a stream are not known."""
@@ -149,7 +138,6 @@ class StreamSequences(ValidationSequences):
 
     def describe(self, num_sequences: int) -> list[str]:
         """Describe how the stream is read, for the log."""
-        assert self.layout is not None
         layout = [f"{LAYOUT_NAMES[key]} = {value}" for key, value in asdict(self.layout).items()]
         shares = self.layout.num_ranks * max(self.layout.num_workers, 1)
         num_shards = getattr(self._documents, "num_shards", 0)
@@ -158,7 +146,7 @@ class StreamSequences(ValidationSequences):
             how = f"each of {shares:,} loaders reads its own part of {num_shards:,} shards"
         elif shares > 1:
             why = f"; its {num_shards:,} shards do not divide evenly over them" if num_shards else ""
-            if num_shards and self._source.max_documents:
+            if num_shards and self._source.stream.max_documents:
                 why = "; max_documents counts over all shards"
             how = f"each of {shares:,} loaders reads all documents and uses every {shares:,}th{why}"
         return [f"{self._source.label}: in its order, {how}; to resume, keep {', '.join(layout)}"]
@@ -168,7 +156,6 @@ class StreamSequences(ValidationSequences):
         checkpoint that it resumes from; None for a new run."""
         if train is None:
             return
-        assert self.layout is not None
         if "stream" not in train:
             raise ConfigError(
                 f"the checkpoint of step {train['step']} has no state of the stream, so the run cannot "
@@ -192,7 +179,7 @@ class StreamSequences(ValidationSequences):
             )
 
 
-def _checked_documents(source: StreamedSource) -> Iterable[Any]:
+def _checked_documents(source: Stream) -> Iterable[Any]:
     """Return the documents of a stream. Raises ConfigError if it cannot be read, has no documents, or has no
     text in the first one; if bad documents are skipped, in the first FIRST_DOCUMENTS."""
     errors = list[ConfigError]()
@@ -204,7 +191,7 @@ def _checked_documents(source: StreamedSource) -> Iterable[Any]:
                 break
             except ConfigError as e:
                 errors.append(e)
-                if not source.skips_bad_documents:
+                if source.bad_documents == "stop":
                     raise
         else:
             raise errors[0] if errors else ConfigError(f"{source.label}: the stream has no documents")

@@ -1,5 +1,9 @@
 """The source `stream`, which trains on documents while they are read, and the contract of streams of
-documents, which `stream = { name = "..." }` selects."""
+documents, which `stream = { name = "..." }` selects.
+
+A stream has no shards: its documents can only be read in their order. So its sequences depend on the numbers
+of ranks and loader workers that share the documents, and much that needs numbered sequences is refused
+(stream_sequences.py)."""
 
 from __future__ import annotations
 
@@ -7,11 +11,14 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from titanlite.config import toml
 from titanlite.config.component import Component, ConfigError, check_at_least, keys_in
-from titanlite.data.sources import StreamedSource
+from titanlite.data.sharded_tokens import ShardedTokens
+from titanlite.data.sources import Source
+from titanlite.tokenizers.base import Tokenizer
 
 REVISION = "revision"  # the key of a stream that names the version of its documents, if it has one
 
@@ -53,7 +60,7 @@ class DocumentStream(Component, kind="stream", makes=(Iterable,)):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stream(StreamedSource, name="stream"):
+class Stream(Source, name="stream"):
     """Documents tokenised while the run trains on them, in their order: `stream = { name = "huggingface",
     path = "allenai/c4", config = "en" }`. The only source of training. A resume needs as many data-parallel
     ranks and loader workers."""
@@ -66,6 +73,16 @@ class Stream(StreamedSource, name="stream"):
     bad_documents: Literal["stop", "skip"] = "stop"
     """At a document without text (null, missing, another type, not Unicode), `stop` the run, or `skip` it and
     log the number. It may change on resume."""
+    only = "sources"  # not validation_sources
+    uses_cache = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_epochs:
+            raise ConfigError("the epochs of a stream are not counted; limit training.steps", "max_epochs")
+
+    def build(self, tokenizer: Tokenizer, cache_dir: Path) -> ShardedTokens:
+        raise ConfigError("a stream can only be trained on, as the only one of data.sources", "name")
 
     @property
     def path(self) -> str:
@@ -73,15 +90,14 @@ class Stream(StreamedSource, name="stream"):
         return str(getattr(self.stream, "path", "") or self.stream.name)
 
     @property
-    def max_documents(self) -> int:
-        return self.stream.max_documents
-
-    @property
     def label(self) -> str:
         revision = getattr(self.stream, REVISION, "")
         return f"{super().label} at {revision}" if revision else super().label
 
     def pinned(self, recorded: Mapping[str, Any]) -> Stream:
+        """Return a source that reads today's documents at any later time, such as one that names the newest
+        commit. `recorded`: the keys of the pinned source of the run that is resumed, whose documents it reads
+        if its keys allow; {} for a new run."""
         before, now = recorded.get("stream", {}), toml.as_tree(self.stream)
         others = (key for key in now if key != REVISION)
         if now.get(REVISION) == "" and before.get(REVISION) and all(before.get(k) == now[k] for k in others):
@@ -89,20 +105,20 @@ class Stream(StreamedSource, name="stream"):
         with keys_in("stream"):
             return replace(self, stream=self.stream.pinned())
 
-    @property
-    def skips_bad_documents(self) -> bool:
-        return self.bad_documents == "skip"
-
     def documents(self) -> Iterable[Document]:
+        """Return the documents from the first one on. Raises ConfigError for missing or unreadable input."""
         with keys_in("stream"):
             return self.stream.build()
 
     def text(self, document: Document, place: str) -> str:
+        """Return the text of a document, which `place` names in messages. Raises ConfigError if it has
+        none."""
         return text_of(document, self.field, place)
 
     def fingerprint(self) -> str:
+        """Return a short hash that changes whenever the documents change."""
         with keys_in("stream"):
-            key = repr((self.stream.fingerprint(), self.field, self.max_documents))
+            key = repr((self.stream.fingerprint(), self.field, self.stream.max_documents))
         return hashlib.sha256(f"stream {key}".encode()).hexdigest()[:16]
 
 

@@ -189,57 +189,57 @@ def read_split(
 
     Raises ConfigError for a file that cannot be read, is truncated or damaged, or lacks the column.
     """
-    file = split.files[0]
-    kind, _ = format_of(file)
-    if kind == "text":
-        yield from _whole_files(split.files, on_bad, limits)
-    elif kind == "parquet":
-        yield from _rows(split, field, on_bad, limits)
-    else:
-        for place, line in lines(split, limits):
-            try:
-                text = _text_of(record_of(line, limits), field)
-            except ValueError as e:
-                on_bad(file, place, str(e))
-            else:
-                if text:
-                    yield Document(text, file, place)
-
-
-def _whole_files(files: Iterable[Path], on_bad: OnBad, limits: Limits) -> Iterator[Document]:
-    for file in files:
-        data = bytearray()
-        for block in decompressed(file, limits) if format_of(file)[1] else blocks(file):
-            data += block
-            if len(data) > limits.document_bytes:
-                break
+    kind, _ = format_of(split.files[0])
+    for file, place, data in _contents(split, kind, field, limits):
         try:
-            limits.check_document(len(data))
-            text = _decode(data.removeprefix(codecs.BOM_UTF8))
+            text = _text_of(data, kind, field, limits)
         except ValueError as e:
-            on_bad(file, 0, str(e))
+            on_bad(file, place, str(e))
         else:
             if text:
-                yield Document(text, file, 0)
+                yield Document(text, file, place)
 
 
-def _rows(split: FileSplit, field: str, on_bad: OnBad, limits: Limits) -> Iterator[Document]:
+def _contents(
+    split: FileSplit, kind: str, field: str, limits: Limits
+) -> Iterator[tuple[Path, int, bytes | bytearray | None]]:
+    """Yield the file, the place and the bytes of each document, None for a null. `kind`: the files' format.
+    A document that is too long may be cut above the limit."""
+    if kind == "text":
+        for file in split.files:
+            data = bytearray()
+            for block in blocks(file, limits):
+                data += block
+                if len(data) > limits.document_bytes:
+                    break
+            yield file, 0, data
+        return
     (file,) = split.files
+    if kind == "lines":
+        yield from ((file, place, line) for place, line in lines(split, limits))
+        return
     check_text_column(file, field)
     import pyarrow  # after check_text_column, which raises an error with advice if it is missing
 
     for first, batch in parquet_batches(split, [field]):
-        for row, data in enumerate(batch.column(0).cast(pyarrow.large_binary()).to_pylist(), first):
-            try:
-                limits.check_document(len(data or b""))
-                text = _decode(data) if data is not None else None
-            except ValueError as e:
-                on_bad(file, row, str(e))
-            else:
-                if text is None:
-                    on_bad(file, row, f"field {field!r} is null")
-                elif text:
-                    yield Document(text, file, row)
+        rows = batch.column(0).cast(pyarrow.large_binary()).to_pylist()
+        yield from ((file, row, value) for row, value in enumerate(rows, first))
+
+
+def _text_of(data: bytes | bytearray | None, kind: str, field: str, limits: Limits) -> str:
+    """Return the text of a document whose file or row, or whose line of JSON, is `data`. Raises ValueError
+    for a bad document."""
+    if data is None:
+        raise ValueError(f"field {field!r} is null")
+    if kind != "lines":
+        limits.check_document(len(data))
+        return _decode(data.removeprefix(codecs.BOM_UTF8) if kind == "text" else data)
+    record = record_of(data, limits)
+    if field not in record:
+        raise ValueError(f"no field {field!r} in this line")
+    if not isinstance(record[field], str):
+        raise ValueError(f"field {field!r} is not a string")
+    return checked(record[field], f"field {field!r}")
 
 
 def parquet_batches(split: FileSplit, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
@@ -337,7 +337,7 @@ def _blocks_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, by
     def is_wanted(line: bytes | bytearray) -> bool:
         return number // BLOCK_LINES % split.end == split.begin and bool(line) and not line.isspace()
 
-    for chunk in decompressed(split.files[0], limits):
+    for chunk in _decompressed(split.files[0], limits):
         *lines, tail = chunk.split(b"\n")
         for line in lines:
             rest += b"" if is_too_long else line[: max_bytes - len(rest)]
@@ -353,7 +353,7 @@ def _blocks_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, by
         yield number + 1, bytes(rest)
 
 
-def decompressed(file: Path, limits: Limits) -> Iterator[bytes]:
+def _decompressed(file: Path, limits: Limits) -> Iterator[bytes]:
     """Yield the content of a .gz or .zst file of any number of members. The libraries' file objects do not
     report every truncated file, so this function checks that the last member is complete."""
     open_member = _decompressor(file)
@@ -388,7 +388,7 @@ def _decompressor(file: Path) -> Callable[[], Any]:
     return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj  # as written by `zstd --long`
 
 
-def record_of(line: bytes, limits: Limits) -> dict[str, Any]:
+def record_of(line: bytes | bytearray, limits: Limits) -> dict[str, Any]:
     """Return the object in a line of JSON; a line that holds another value has no fields. Raises
     ValueError."""
     limits.check_document(len(line) - line.endswith(b"\n"))
@@ -402,16 +402,6 @@ def record_of(line: bytes, limits: Limits) -> dict[str, Any]:
     if isinstance(record, list):
         raise ValueError("a JSON array; expected one object per line")
     return record if isinstance(record, dict) else {}
-
-
-def _text_of(record: dict[str, Any], field: str) -> str:
-    """Return the document in a record. Raises ValueError."""
-    if field not in record:
-        raise ValueError(f"no field {field!r} in this line")
-    text = record[field]
-    if not isinstance(text, str):
-        raise ValueError(f"field {field!r} is not a string")
-    return checked(text, f"field {field!r}")
 
 
 def checked(text: str, name: str) -> str:
@@ -432,12 +422,14 @@ def _decode(data: bytes | bytearray) -> str:
 
 def beginning(file: Path) -> bytes:
     """Return the first bytes of a file's content, without a byte order mark."""
-    content = decompressed(file, DEFAULT_LIMITS) if format_of(file)[1] else blocks(file)
-    return next(filter(None, content), b"").removeprefix(codecs.BOM_UTF8)
+    return next(filter(None, blocks(file, DEFAULT_LIMITS)), b"").removeprefix(codecs.BOM_UTF8)
 
 
-def blocks(file: Path) -> Iterator[bytes]:
-    """Yield the content of a file."""
+def blocks(file: Path, limits: Limits) -> Iterator[bytes]:
+    """Yield the content of a file, decompressed."""
+    if format_of(file)[1]:
+        yield from _decompressed(file, limits)
+        return
     with _reading(file), open(file, "rb") as f:
         while data := f.read(1 << 20):
             yield data

@@ -120,7 +120,7 @@ def non_finite_in(path: Path) -> list[str]:
     names = {n: n for n, entry in metadata.state_dict_metadata.items() if getattr(entry, "size", ())}
     bad = []
     for name, stored in stored_tensors(path, metadata, names).items():
-        blocks = stored.row_blocks(stored.shape[0]) if stored.dtype.is_floating_point else []
+        blocks = stored.row_blocks() if stored.dtype.is_floating_point else []
         if not all(stored.read(block).isfinite().all() for block in blocks):
             bad.append(name)
     return bad

@@ -167,11 +167,10 @@ def _write(
         sync(partial)
         os.rename(partial, target)  # fails if `target` exists by now
         sync(target.parent)
-    except OSError as e:
+    except BaseException as e:
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(f"{target} could not be written: {type(e).__name__}: {e}") from e
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(e, OSError):
+            raise CheckpointError(f"{target} could not be written: {type(e).__name__}: {e}") from e
         raise
     return size
 

@@ -104,8 +104,7 @@ def _load(
     """Read each rank's shards of the weights at `path`, which is resolved, into `net`. Returns the digests of
     this rank's share of the tensors if these are the base model of adapters, otherwise none. `verify`: hash
     the files of a titanlite checkpoint. Collective."""
-    problem: tuple[bool, str] | None = None
-    error: Exception | None = None
+    problem: Exception | None = None
     kind, own = "", dict[str, str]()
     try:
         weights = open_weights(path, family)
@@ -116,14 +115,12 @@ def _load(
         if names := non_finite({"model": model_tensors(net)}):
             raise ConfigError(f"{path}: {listed(names)} has values that are not finite")
     except Exception as e:  # every error must reach the other ranks, which wait for this one
-        error = e
-        expected = isinstance(e, (ConfigError, CheckpointError, OSError))
-        problem = expected, f"{e if expected else f'{type(e).__name__}: {e}'} (rank {ranks.rank})"
+        problem = ConfigError(f"{e} (rank {ranks.rank})", KEY)
+        if not isinstance(e, (ConfigError, CheckpointError, OSError)):
+            problem = RuntimeError(f"{path}: {type(e).__name__}: {e} (rank {ranks.rank})")
+            problem.__cause__ = e
     if first := ranks.first(problem):
-        expected, text = first
-        if not expected:
-            raise RuntimeError(f"{path}: {text}") from error
-        raise ConfigError(text, KEY)
+        raise first from problem and problem.__cause__  # other ranks' errors come without their cause
     # Verification distributes the files over the ranks.
     is_hashed = verify and kind == "titanlite"
     reason = Verification(path, commit.read_manifest(path), ranks).result() if is_hashed else None

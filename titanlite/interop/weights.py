@@ -81,12 +81,13 @@ class LazyTensor:
             raise CheckpointError(f"{self.file} does not hold all of a tensor of shape {self.shape}")
         return whole
 
-    def row_blocks(self, num_rows: int) -> list[Region]:
-        """Return regions that cover the first `num_rows` rows. They begin where chunks begin, so that no
-        chunk is read twice."""
-        begins = self._begins[: max(bisect.bisect_left(self._begins, num_rows), 1)]
+    def row_blocks(self) -> list[Region]:
+        """Return regions that cover the tensor. They begin where chunks begin, so that no chunk is read
+        twice."""
+        if not self.shape:
+            return [()]
         rest = tuple(slice(0, n) for n in self.shape[1:])
-        return [(slice(a, b), *rest) for a, b in zip(begins, [*begins[1:], num_rows])]
+        return [(slice(a, b), *rest) for a, b in zip(self._begins, [*self._begins[1:], self.shape[0]])]
 
     def block_at(self, row: int) -> slice:
         """Return the block of rows of row_blocks that has `row`."""
@@ -97,26 +98,13 @@ class LazyTensor:
     def _begins(self) -> list[int]:
         return sorted({0, *(chunk.offsets[0] for chunk in self.chunks)})
 
-    @functools.cached_property
-    def _sorted_chunks(self) -> list[Chunk]:
-        return sorted(self.chunks, key=lambda chunk: chunk.offsets)
-
     def _chunks_near(self, region: Region) -> Sequence[Chunk]:
         """Return the chunks that may overlap a region. A tensor may have two chunks for each of 256 experts,
         which are read one by one."""
-        if not region or not self.chunks:
+        if not region:
             return self.chunks
-        chunks, most_rows = self._sorted_chunks, self._most_rows
-        first = bisect.bisect_right(chunks, region[0].start - most_rows, key=_first_row)
-        return chunks[first : bisect.bisect_left(chunks, region[0].stop, key=_first_row)]
-
-    @functools.cached_property
-    def _most_rows(self) -> int:
-        return max(chunk.shape[0] for chunk in self.chunks)
-
-
-def _first_row(chunk: Chunk) -> int:
-    return chunk.offsets[0]
+        begin, end = region[0].start, region[0].stop
+        return [c for c in self.chunks if c.offsets[0] < end and c.offsets[0] + c.shape[0] > begin]
 
 
 def region_at(index: Index, shape: Sequence[int]) -> Region:
@@ -249,7 +237,7 @@ def mismatches(weights: Weights, net: Decoder, all_rows: bool = False) -> list[s
         if name not in ours:
             if name != HEAD or HEAD in vocabulary or len(vocabulary) != 1:
                 differences.append(f"{where} is unexpected")
-            elif not _have_equal_values(stored, weights.tensors.get(next(iter(vocabulary)))):
+            elif not _are_equal(stored, weights.tensors.get(next(iter(vocabulary)))):
                 config = weights.path / "config.json"
                 source = f"{config} and " * config.exists()
                 differences.append(
@@ -292,6 +280,14 @@ def _expected(weights: Weights, net: Decoder) -> dict[str, _Expected]:
         elif files or name in weights.tensors:
             expected[name] = _Expected(shape, dtypes, name)
     return expected
+
+
+def check_own(weights: Weights, net: Decoder) -> None:
+    """Raise CheckpointError unless a whole checkpoint fits the model `net` of its own configuration."""
+    if faults := mismatches(weights, net, all_rows=True):
+        raise CheckpointError(
+            f"{weights.path} does not fit its own configuration: {listed(faults, separator='; ')}"
+        )
 
 
 def vocabulary_of(net: Decoder) -> set[str]:
@@ -341,8 +337,7 @@ def _same(a: Any, b: Any) -> bool:
     return math.isclose(a, b, rel_tol=1e-9) if numbers else a == b
 
 
-def _have_equal_values(a: LazyTensor, b: LazyTensor | None) -> bool:
-    """Return whether two tensors have the same values."""
-    if b is None or a.shape != b.shape or not a.shape:
+def _are_equal(a: LazyTensor, b: LazyTensor | None) -> bool:
+    if b is None or a.shape != b.shape:
         return False
-    return all(torch.equal(a.read(region), b.read(region)) for region in a.row_blocks(a.shape[0]))
+    return all(torch.equal(a.read(region), b.read(region)) for region in a.row_blocks())

@@ -42,10 +42,11 @@ class ParameterReport(NamedTuple):
     def metrics(self, sequences_per_step: int) -> dict[str, Any]:
         """The metrics: extremes with the names of their parameters, and the noise scale.
         `sequences_per_step`: the global batch size."""
-        grad_max, name = max(zip(self.grad_norms, self.names), key=lambda pair: _nan_first(pair[0]))
+        norms = [math.inf if math.isnan(norm) else norm for norm in self.grad_norms]  # max() finds a NaN
+        place = norms.index(max(norms))
         values: dict[str, Any] = {
-            "norms/grad_max": grad_max,
-            "norms/grad_max_name": name,
+            "norms/grad_max": self.grad_norms[place],
+            "norms/grad_max_name": self.names[place],
             "norms/weight": math.hypot(*self.weight_norms),
         }
         ratios = [(ratio, name) for ratio, name in zip(self.update_ratios, self.names) if ratio is not None]
@@ -156,7 +157,9 @@ class ParameterStatistics:
         for name, (parameter, _) in self._groups.items():
             state = self._optimizer.state.get(parameter, {})
             states[name] = {key: plain_shard(tensor) for key, tensor in state.items()}
-            scalars += [(name, key) for key, t in state.items() if _is_scalar(t) and parameter.ndim > 0]
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.ndim == 0 < parameter.ndim:
+                    scalars.append((name, key))
         if scalars:
             values = torch.stack([states[name][key].to(self._rt.device).float() for name, key in scalars])
             for (name, key), value in zip(scalars, values.tolist()):
@@ -164,16 +167,7 @@ class ParameterStatistics:
         return states
 
 
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim == 0
-
-
 def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The norm of each tensor; in fp64 on CPU, where torch sums sequentially."""
     dtype = torch.float64 if tensors[0].device.type == "cpu" else None
     return list(foreach_norm(tensors, dtype=dtype))
-
-
-def _nan_first(value: float) -> float:
-    """A sort key by which max() finds a NaN."""
-    return math.inf if math.isnan(value) else value

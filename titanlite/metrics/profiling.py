@@ -25,7 +25,6 @@ from titanlite.torch_compat import dump_memory_history, record_memory_history
 
 TABLE_ROWS = 20
 MAX_ALLOCATIONS = 200_000  # events of an allocation history
-RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,16 +100,13 @@ class Profiler:
         untimed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self._config, self._rank, self._untimed = config, rank, untimed
-        self._first_step = self._step = first_step
-        self._table = ""
-        self._torch: torch.profiler.profile | None = None
-        self._ranges = contextlib.ExitStack()
+        self._step, self._table, self._ranges = first_step, "", contextlib.ExitStack()
         on = rank in config.ranks and (config.enable_profiling or config.enable_memory_snapshot)
         self._folder = local_path(folder, "profiling") if on else None
         self._ends = config.traced(first_step, last_step) if on else []
-        self._snapshots = on and config.enable_memory_snapshot
-        self._nsys = on and config.enable_profiling and config.profiler == "nsys"
-        if on and config.enable_profiling and not self._nsys:
+        self._begins = [end - config.profiler_active + 1 for end in self._ends]
+        self._torch: torch.profiler.profile | None = None
+        if self._ends and config.enable_profiling and config.profiler == "torch":
             self._torch = torch.profiler.profile(
                 schedule=lambda passed: self._action(first_step + passed), on_trace_ready=self._save_trace
             )
@@ -121,16 +117,16 @@ class Profiler:
             )
 
     def __enter__(self) -> Profiler:
-        if self._torch is not None and self._ends:
+        if self._torch is not None:
             self._torch.start()
         self._begin()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._ranges.close()
-        if self._snapshots:
+        if self._ends and self._config.enable_memory_snapshot:
             record_memory_history(None)
-        if self._torch is not None and error is None and self._ends:
+        if self._torch is not None and error is None:
             self._step = 0  # an incomplete trace is not saved
             self._torch.stop()
         if self._table:
@@ -142,17 +138,15 @@ class Profiler:
             self._advance()
 
     def _advance(self) -> None:
-        action, following = self._action(self._step), self._action(self._step + 1)
-        if following in RECORDING and action not in RECORDING and torch.cuda.is_available():
-            torch.cuda.synchronize()  # otherwise the trace would begin with kernels of this step
-        if action is ProfilerAction.RECORD_AND_SAVE:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+        is_end = self._step in self._ends
+        if (is_end or self._step + 1 in self._begins) and torch.cuda.is_available():
+            torch.cuda.synchronize()  # otherwise the next trace would begin with kernels of this step
+        if is_end:
             self._ranges.close()
-            if self._snapshots:
+            if self._config.enable_memory_snapshot:
                 self._save("memory", "pickle", dump_memory_history)
                 record_memory_history(None)
-        if self._torch is not None and self._ends:
+        if self._torch is not None:
             self._torch.step()
         self._step += 1
         self._begin()
@@ -167,13 +161,11 @@ class Profiler:
 
     def _begin(self) -> None:
         """At the first step of a trace, begin allocation histories and ranges for nsys."""
-        if self._action(self._step) not in RECORDING:
+        if self._step not in self._begins:
             return
-        if self._step > self._first_step and self._action(self._step - 1) is ProfilerAction.RECORD:
-            return
-        if self._snapshots:
+        if self._config.enable_memory_snapshot:
             record_memory_history(MAX_ALLOCATIONS)
-        if self._nsys:  # one capture range per trace
+        if self._config.enable_profiling and self._config.profiler == "nsys":  # one capture range per trace
             self._ranges.enter_context(torch.cuda.profiler.profile())
             self._ranges.enter_context(torch.autograd.profiler.emit_nvtx())
             self._ranges.enter_context(torch.cuda.nvtx.range(f"titanlite: from step {self._step}"))

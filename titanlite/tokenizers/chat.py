@@ -16,7 +16,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,11 +87,10 @@ class ChatFormat:
                 f"{name} does not mark the assistant's text: put `{{% generation %}}` and "
                 "`{% endgeneration %}` around what the assistant writes, with the token that ends its turn"
             )
-        try:
-            self._rendered([PROBE[1:], None], add_generation_prompt=False)
-        except ValueError:  # a template for other conversations, whose marks render() checks
-            return
-        self._trained(PROBE[1:], None, (), ())
+        if (
+            self._probed(PROBE[1:], add_generation_prompt=False) is not None
+        ):  # otherwise render() checks marks
+            self._trained(PROBE[1:], None, (), ())
 
     @property
     def fingerprint(self) -> str:
@@ -321,7 +319,7 @@ class ChatFormat:
         return plain.template if is_equal else self.template
 
     def _probed(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str | None:
-        """Return the text of a probe; None if the template refuses it."""
+        """Return the text of a probe; None if the template refuses it, because it is for others."""
         try:
             return self._rendered([messages, None], add_generation_prompt).text
         except ValueError:
@@ -354,10 +352,7 @@ class ChatFormat:
         """The names of the control tokens by id: special tokens, and other added tokens that the template
         writes around messages. A message may write a token that the template looks for in messages, such as
         `</think>`, unless the token is special and stands around messages."""
-        written = ""
-        for messages in (PROBE, PROBE[1:]):
-            with suppress(ValueError):  # a template for other conversations
-                written += self._rendered([messages, None], add_generation_prompt=True).text
+        written = "".join(self._probed(p, add_generation_prompt=True) or "" for p in (PROBE, PROBE[1:]))
         sought, control = "\n".join(self._compiled.sought), dict[int, str]()
         for number, token in self._library.get_added_tokens_decoder().items():
             is_written = token.content in written and re.search(PUNCTUATION, token.content)

@@ -101,10 +101,17 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"{config.name!r} needs the library tokenizers: pip install 'titanlite[tokenizer]'",
                 "tokenizer.name",
             ) from None
+        self.config, self._folder, self._content = config, path.parent, content
         try:
             self._has_pieces = has_pieces(json.loads(content))
             self._library = Library.from_str(content.decode())
+            self._pad_token = (self._library.padding or {}).get("pad_token", "")
+            self._library.no_truncation()
+            self._library.no_padding()
+            self._set_mode()
             self._library.encode(pieces.PROBE)  # finds what ends the library
+            if self._has_pieces:  # it may change words of a text, for example to lower case
+                pieces.check_probe(self.decode(self.encode(pieces.PROBE)))
         except json.JSONDecodeError as e:
             message = f"{path} is not valid JSON, for example because it is cut off: {e}"
             raise ConfigError(message, "tokenizer.path") from None
@@ -113,13 +120,6 @@ class HuggingFaceTokenizer(Tokenizer):
             if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
                 raise
             raise ConfigError(f"{path}: {e}", "tokenizer.path") from None
-        self._pad_token = (self._library.padding or {}).get("pad_token", "")
-        self._library.no_truncation()
-        self._library.no_padding()
-        self.config = config
-        self._folder, self._content = path.parent, content
-        self._set_mode()
-        self._check_text(path)
         self.vocab_size = max(self._library.get_vocab(with_added_tokens=True).values()) + 1
         self.eos = self._special("eos", config.eos, path)
         self.bos = self._special("bos", config.bos, path)
@@ -185,7 +185,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _named(self, key: str) -> str:
         """Return the name of `bos` or `eos` in tokenizer_config.json, or ""."""
-        return _content(self._object("tokenizer_config.json").get(f"{key}_token"))
+        return next(_contents(self._object("tokenizer_config.json").get(f"{key}_token")), "")
 
     def encode(self, text: str) -> list[int]:
         # The fast method leaves out offsets, a third of the time. A batch of one text uses one core, because
@@ -230,20 +230,11 @@ class HuggingFaceTokenizer(Tokenizer):
         first = self._library.encode("a", add_special_tokens=False).tokens[0]
         return self._has_pieces and first.startswith(pieces.SPACE_MARK)
 
-    def _check_text(self, path: Path) -> None:
-        """Raise ConfigError if the tokenizer changes words of a text, for example to lower case."""
-        if not self._has_pieces:
-            return
-        try:
-            pieces.check_probe(self.decode(self.encode(pieces.PROBE)))
-        except ValueError as e:
-            raise ConfigError(f"{path}: {e}", "tokenizer.path") from None
-
     def chat_format(self) -> ChatFormat:
         template, name = self._chat_template()
         config = self._object("tokenizer_config.json")
-        names = {key: _content(value) for key, value in config.items() if key.endswith("_token")}
-        names = {key: value for key, value in names.items() if value} | self._framing()
+        tokens = {key: next(_contents(value), "") for key, value in config.items() if key.endswith("_token")}
+        names = {key: name for key, name in tokens.items() if name} | self._framing()
         try:
             return ChatFormat(template, name, self._content, names)
         except (ValueError, TemplateLimitError) as e:
@@ -393,11 +384,6 @@ def _contents(value: Any) -> Iterator[str]:
     elif isinstance(value, (dict, list)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _contents(item)
-
-
-def _content(token: Any) -> str:
-    """Return the name of a token in tokenizer_config.json, or "" if it is null."""
-    return token.get("content", "") if isinstance(token, dict) else token or ""
 
 
 def _check_byte_level(tree: dict[str, Any]) -> None:

@@ -154,10 +154,10 @@ def _answer(line: bytes) -> bytes:
     try:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])  # ends the process
-        compiled = _compile(request["template"])
+        template, about = _compile(request["template"])
         if "messages" not in request:
-            return json.dumps(compiled.about).encode()
-        text, read = _render(compiled.template, request["messages"], request["variables"])
+            return json.dumps(about).encode()
+        text, read = _render(template, request["messages"], request["variables"])
         return json.dumps({"text": text, "read": sorted(read)}).encode()
     except MemoryError:
         return json.dumps({"limit": f"takes more than {MEMORY >> 30} GiB of memory"}).encode()
@@ -167,15 +167,9 @@ def _answer(line: bytes) -> bytes:
         return json.dumps({"error": f"{kind}{message}", "line": getattr(e, "lineno", 0)}).encode()
 
 
-class _Compiled(NamedTuple):
-    """A compiled template, and the attributes of `Template`."""
-
-    template: jinja2.Template
-    about: dict[str, Any]
-
-
 @lru_cache(maxsize=8)
-def _compile(template: str) -> _Compiled:
+def _compile(template: str) -> tuple[jinja2.Template, dict[str, Any]]:
+    """Return a compiled template, and the attributes of `Template`."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -184,7 +178,7 @@ def _compile(template: str) -> _Compiled:
     tree = environment.parse(template)
     about = {"has_generation": hasattr(environment, "has_generation"), "sought": sorted(set(_sought(tree)))}
     about["variables"] = sorted(find_undeclared_variables(tree))
-    return _Compiled(environment.from_string(tree), about)
+    return environment.from_string(tree), about
 
 
 def _render(template: jinja2.Template, messages: Sequence[Any], variables: Mapping[str, Any]) -> Rendered:

@@ -31,7 +31,7 @@ def byte_level_files(
 
     `pattern`: regular expression that splits text before merging; None: text is not split. `special`: ids of
     special tokens. transformers puts `bos` before a text unless it encodes without special tokens."""
-    spelled = {token: _spell(token) for token in ranks}
+    spelled = {token: "".join(_STAND_INS[byte] for byte in token) for token in ranks}
     splits: list[dict[str, Any]] = []
     if pattern is not None:
         splits = [
@@ -154,10 +154,6 @@ def byte_alphabet() -> dict[str, int]:
 
 
 _STAND_INS = {byte: character for character, byte in byte_alphabet().items()}
-
-
-def _spell(token: bytes) -> str:
-    return "".join(_STAND_INS[byte] for byte in token)
 
 
 def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import gib
 from titanlite.checkpoint.find import checkpoints_below
 from titanlite.checkpoint.state import listed, read_train
@@ -19,7 +18,7 @@ from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.paths import check_new
 from titanlite.interop.average import COEFFICIENTS, check_one_model, coefficients, write_average
 from titanlite.interop.dcp import check_hashes, open_titanlite
-from titanlite.interop.weights import Weights, mismatches, skeleton
+from titanlite.interop.weights import Weights, check_own, skeleton
 from titanlite.job import Job, load_recorded_job
 from titanlite.log import set_up_logging
 from titanlite.metrics.decisions import StepSequences
@@ -117,10 +116,7 @@ def _check_learning_rates(jobs: Sequence[Job], trains: Sequence[dict[str, Any]])
 def _parameters(weights: Weights, job: Job) -> set[str]:
     """The names of the parameters in a checkpoint. Raises CheckpointError if it is not one of its job."""
     net = job.build_on_meta() if job.lora.enable else skeleton(weights, job.model)
-    if differences := mismatches(weights, net, all_rows=True):
-        raise CheckpointError(
-            f"{weights.path} does not fit its own configuration: {listed(differences, separator='; ')}"
-        )
+    check_own(weights, net)
     return {name for name, p in net.named_parameters() if p.requires_grad}
 
 

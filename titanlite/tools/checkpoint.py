@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from titanlite.config.component import ConfigError, suggest
 from titanlite.interop.dcp import non_finite_in
 
 EXIT_BAD = commit.CheckpointError.exit_code
+_print = partial(print, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -143,8 +145,3 @@ def _show(paths: list[Path], list_tensors: bool = False) -> int:
             dtype = str(t.properties.dtype).removeprefix("torch.")
             _print(f"  {name:60} {dtype:10} {tuple(t.size)}")
     return 0
-
-
-def _print(line: object) -> None:
-    """Print a line without control characters, which names and texts in a checkpoint may contain."""
-    print(line, flush=True)

@@ -24,7 +24,7 @@ from titanlite.generate import CachedLogits, Generation, before_any, next_tokens
 from titanlite.interop.dcp import check_hashes
 from titanlite.interop.formats import open_checkpoint
 from titanlite.interop.huggingface import open_hugging_face
-from titanlite.interop.weights import Weights, load_weights, mismatches, skeleton
+from titanlite.interop.weights import Weights, check_own, load_weights, skeleton
 from titanlite.job import load_recorded_job, open_recorded_tokenizer
 from titanlite.log import set_up_logging, tell
 from titanlite.models.base import Decoder, ModelFamily
@@ -205,10 +205,7 @@ def _open_hugging_face(path: Path, device: torch.device) -> Source:
 def _load(weights: Weights, family: ModelFamily, device: torch.device) -> Decoder:
     """Build the family's model with exactly these weights."""
     net = skeleton(weights, family)
-    if faults := mismatches(weights, net, all_rows=True):
-        raise CheckpointError(
-            f"{weights.path} does not fit its own configuration: {listed(faults, separator='; ')}"
-        )
+    check_own(weights, net)
     _cast(net, torch.bfloat16 if device.type == "cuda" else torch.float32)
     net.to_empty(device=device)
     net.fill_buffers()

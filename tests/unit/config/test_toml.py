@@ -518,6 +518,20 @@ def test_a_dump_keeps_floats_to_the_last_bit(load):
         assert load(toml.dump(Farm(garden=Garden(slope=value), pet=Dog()))).garden.slope == value
 
 
+@pytest.mark.parametrize(
+    ("argument", "imports"), [("--quick=1", False), ("--data.sources.0.name=nothing", True)]
+)
+def test_only_a_mistake_about_a_component_imports_the_satellites(argument: str, imports: bool) -> None:
+    code = (
+        "import sys; from titanlite.job import load_job\n"
+        f"try: load_job('debug', [{argument!r}])\n"
+        "except ValueError as e: print('titanlite.corpus.components' in sys.modules, e)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.startswith(f"{imports} ")
+    assert ("megatron" in said) == imports
+
+
 def test_the_configuration_is_read_without_torch():
     code = "import sys, titanlite.config.reference, titanlite.config.toml; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

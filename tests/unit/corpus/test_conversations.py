@@ -313,10 +313,12 @@ def pyarrow_table(records: list[dict[str, Any]]) -> Any:
     return pyarrow.Table.from_pylist(records)
 
 
-def read_blocks(file: Path, size: int) -> Iterator[bytes]:
-    with open(file, "rb") as f:
-        while data := f.read(size):
-            yield data
+BLOCKS = text_files.blocks
+
+
+def read_blocks(file: Path, limits: text_files.Limits, size: int) -> Iterator[bytes]:
+    for block in BLOCKS(file, limits):
+        yield from (block[i : i + size] for i in range(0, len(block), size))
 
 
 @pytest.mark.parametrize(

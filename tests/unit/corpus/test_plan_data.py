@@ -165,7 +165,7 @@ def test_a_run_is_marked_where_it_is(file: Path, capsys: pytest.CaptureFixture[s
     run.identity = job.identity(sequences.identity, sequences.names)
     for _ in range(7):
         toy.step()
-    toy.state.num_sequences, toy.state.skipped = 36, SkippedSequences.of([[33, 34]])
+    toy.state.num_sequences, toy.state.skipped = 36, SkippedSequences.merge([[33, 34]])
     run.save(toy.state)
     run.close()
     (job.folder / "job.toml").write_text(toml.dump(job))

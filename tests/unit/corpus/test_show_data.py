@@ -93,7 +93,7 @@ def test_sequences_that_a_run_skips_are_marked(tmp_path: Path, capsys: pytest.Ca
     toy, run = save_steps(job.folder, 1)
     assert marked(capsys, file) == []
     toy.step()
-    toy.state.skipped = SkippedSequences.of([[1, 3]])
+    toy.state.skipped = SkippedSequences.merge([[1, 3]])
     sequences = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
     run.identity = job.identity(sequences.identity, sequences.names)
     run.save(toy.state)
@@ -195,7 +195,7 @@ def test_a_checkpoint_marks_skips_only_if_the_stages_before_it_are_the_same(
     toy, run = save_steps(job.folder, 0)
     toy.step()
     toy.state.num_sequences = 20
-    toy.state.skipped = SkippedSequences.of([[1, 3]])
+    toy.state.skipped = SkippedSequences.merge([[1, 3]])
     sequences = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
     start.open_stages(job, 1, sequences)
     run.identity = job.identity(sequences.identity, sequences.names)

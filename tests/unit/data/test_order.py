@@ -167,10 +167,10 @@ SIZES, UIDS, WEIGHTS = [7, 450, 6000], ["a", "b", "c"], [1, 2.5, 3]
 
 def test_every_block_holds_the_exact_quotas() -> None:
     mixture = Mixture(SIZES, UIDS, WEIGHTS, seed=3)
-    assert mixture.quotas == quotas(WEIGHTS, MIXING_BLOCK)
+    assert mixture.stages[0].quotas == quotas(WEIGHTS, MIXING_BLOCK)
     for block in (*range(20), 10**6, 10**9):
         source, sequence = mixture.locate(np.arange(block * MIXING_BLOCK, (block + 1) * MIXING_BLOCK))
-        assert np.bincount(source, minlength=3).tolist() == mixture.quotas
+        assert np.bincount(source, minlength=3).tolist() == mixture.stages[0].quotas
         assert (sequence >= 0).all()
         assert (sequence < np.asarray(SIZES)[source]).all()
 
@@ -183,7 +183,7 @@ def test_each_source_is_consumed_without_gaps() -> None:
         source, sequence = mixture.locate(np.arange(block * MIXING_BLOCK, (block + 1) * MIXING_BLOCK))
         for k, size in enumerate(SIZES):
             seen[k].update(sequence[source == k].tolist())
-            epochs, rest = divmod((block + 1) * mixture.quotas[k], size)
+            epochs, rest = divmod((block + 1) * mixture.stages[0].quotas[k], size)
             expected = {epochs: size - rest, epochs + 1: rest}
             actual = Counter(seen[k][r] for r in range(size))
             assert actual == Counter({times: sequences for times, sequences in expected.items() if sequences})
@@ -194,7 +194,7 @@ def test_a_source_is_read_in_the_order_of_its_own_key() -> None:
     size, seed = 10**6, 11
     mixture = Mixture([size, 500], ["big", "small"], [3, 1], seed)
     source, sequence = mixture.locate(np.arange(4 * MIXING_BLOCK))
-    taken = np.arange(4 * mixture.quotas[0])
+    taken = np.arange(4 * mixture.stages[0].quotas[0])
     expected = permute(taken, size, key_of("epoch", seed, "big", 0))
     assert sorted(sequence[source == 0].tolist()) == sorted(expected.tolist())
 

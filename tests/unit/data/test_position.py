@@ -103,5 +103,5 @@ def test_epochs_stay_complete_far_in(sequences: SequenceDataset) -> None:
         numbers = np.arange(block * order.MIXING_BLOCK, (block + 1) * order.MIXING_BLOCK)
         source, sequence = sequences._mixture.locate(numbers)
         counts = np.bincount(sequence[source == small], minlength=6)
-        assert counts.sum() == sequences._mixture.quotas[small]
+        assert counts.sum() == sequences._mixture.stages[0].quotas[small]
         assert counts.max() - counts.min() <= 2  # an epoch may be cut at both ends

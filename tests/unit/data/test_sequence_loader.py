@@ -138,7 +138,7 @@ def test_a_state_is_taken_up_by_a_loader_that_runs(sequences: SequenceDataset) -
 
 
 # ranges at the start of a step, inside one, and longer than a step of 24 sequences
-SKIPPED = SkippedSequences.of([[990, 995], [1010, 1010], [1030, 1080], [1200, 1300]])
+SKIPPED = SkippedSequences.merge([[990, 995], [1010, 1010], [1030, 1080], [1200, 1300]])
 
 
 def test_skipped_sequences_are_left_out_with_any_ranks_workers_and_batches(
@@ -182,7 +182,7 @@ def test_a_step_has_the_size_at_its_first_sequence_that_is_not_skipped(
 ) -> None:
     """The position of the third step, 16, has the first size, but its first sequence, 31, has the second."""
     sizes = StepSizes([StepSize(0, 8), StepSize(24, 16, num_splits=2), StepSize(50, 8)])
-    skipped = SkippedSequences.of([[16, 30], [40, 41]])
+    skipped = SkippedSequences.merge([[16, 30], [40, 41]])
     orders = [MicroBatches(0, sizes, micro_batch, rank, ranks, skipped) for rank in range(ranks)]
     group = [SequenceLoader(sequences, order, num_workers, pin_memory=False) for order in orders]
     expected = [(0, 8, 8), (8, 16, 8), (31, 49, 16), (49, 65, 16), (65, 73, 8)]

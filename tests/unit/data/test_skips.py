@@ -44,7 +44,7 @@ def test_ranges_agree_with_sets_of_numbers(first: int) -> None:
 
 def check_random_ranges(rng: random.Random) -> None:
     ranges, others = random_ranges(rng), random_ranges(rng)
-    skipped, numbers = SkippedSequences.of(ranges), numbers_in(ranges)
+    skipped, numbers = SkippedSequences.merge(ranges), numbers_in(ranges)
     for cursor in range(NUMBERS + 3):
         count = rng.randrange(1, 20)
         taken = reference_take(numbers, cursor, count)
@@ -55,29 +55,29 @@ def check_random_ranges(rng: random.Random) -> None:
         assert skipped.below(cursor).count() == len([n for n in numbers if n < cursor])
         assert (cursor in skipped) == (cursor in numbers)
     assert skipped.count() == len(numbers)
-    other = SkippedSequences.of(others)
+    other = SkippedSequences.merge(others)
     for result, wanted in [(skipped | other, numbers | numbers_in(others)),
                            (skipped - other, numbers - numbers_in(others))]:  # fmt: skip
         assert numbers_in(result.as_lists()) == wanted
-        assert SkippedSequences.of(result.as_lists()) == result, "merged and sorted"
+        assert SkippedSequences.merge(result.as_lists()) == result, "merged and sorted"
 
 
 def test_ranges_are_merged() -> None:
-    skipped = SkippedSequences.of([[9, 9], [3, 5], [6, 6], [4, 5], [0, 1]])
+    skipped = SkippedSequences.merge([[9, 9], [3, 5], [6, 6], [4, 5], [0, 1]])
     assert skipped.as_lists() == [[0, 1], [3, 6], [9, 9]]
-    assert not SkippedSequences.of([])
+    assert not SkippedSequences.merge([])
 
 
 def test_a_cursor_may_stay_before_a_range() -> None:
     """So that a range that follows the last sequence taken is jumped over by the next step only."""
-    skipped = SkippedSequences.of([[8, 11]])
+    skipped = SkippedSequences.merge([[8, 11]])
     assert (skipped.take(0, 8), skipped.advance(0, 8)) == ([*range(8)], 8)
     assert (skipped.take(8, 2), skipped.advance(8, 2)) == ([12, 13], 14)
 
 
 def test_the_cost_does_not_grow_with_the_number_of_skipped_sequences() -> None:
     """Numbers that are looked at one by one would take hours."""
-    skipped = SkippedSequences.of([[10, 1 << 60]])
+    skipped = SkippedSequences.merge([[10, 1 << 60]])
     assert skipped.take(9, 2) == [9, (1 << 60) + 1]
     assert skipped.count() == (1 << 60) - 9
 
@@ -87,7 +87,7 @@ def test_the_cost_does_not_grow_with_the_number_of_skipped_sequences() -> None:
 )
 def test_a_malformed_range_is_an_error(numbers: object) -> None:
     with pytest.raises(ValueError, match="is not a range"):
-        SkippedSequences.of([[0, 1], numbers])
+        SkippedSequences.merge([[0, 1], numbers])
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_micro_batches_of_all_ranks_are_the_next_sequences_not_skipped(ranks: in
     for _ in range(20):
         ranges, first = random_ranges(rng), rng.randrange(10)
         expected, per_rank = reference_take(numbers_in(ranges), first, 5 * 12), 12 // micro_batch // ranks
-        skipped = SkippedSequences.of(ranges)
+        skipped = SkippedSequences.merge(ranges)
         orders = [
             iter(MicroBatches(first, StepSizes.constant(12), micro_batch, rank, ranks, skipped))
             for rank in range(ranks)

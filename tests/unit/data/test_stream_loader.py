@@ -23,10 +23,10 @@ from titanlite.corpus.write_shards import write_shards
 from titanlite.data import stream_batches
 from titanlite.data.batch import Batch, make_batch
 from titanlite.data.packing import ChunkedSequences
-from titanlite.data.sources import StreamedSource
 from titanlite.data.step_sizes import StepSize, StepSizes
 from titanlite.data.stream_batches import has_own_shards
 from titanlite.data.stream_loader import StreamLoader
+from titanlite.data.stream_source import DocumentStream, Stream
 from titanlite.errors import LoaderError
 from titanlite.tokenizers.bytes import Bytes
 
@@ -79,22 +79,15 @@ def without_state() -> list[str]:
     return TEXTS
 
 
-@dataclass(frozen=True)
-class Source(StreamedSource):
+@dataclass(frozen=True, kw_only=True)
+class Made(DocumentStream):
     """A stream of the texts that `make()` returns."""
 
+    name = "made"
     make: Callable[[], Any]
-    max_documents: int = 0
-    skips_bad_documents: bool = False
-    label = "source"
 
-    def documents(self) -> Any:
+    def build(self) -> Any:
         return self.make()
-
-    def text(self, document: Any, place: str) -> str:
-        if not isinstance(document, str):
-            raise ConfigError(f"{place} holds {document!r}")
-        return document
 
     def fingerprint(self) -> str:
         return "texts"
@@ -103,7 +96,8 @@ class Source(StreamedSource):
 def loader(ranks: int, workers: int, rank: int = 0, state: Any = None, **options: Any) -> StreamLoader:
     """The loader of a rank. `options`: `stream`, `limit`, `skip`, and those of `stream_loader`."""
     stream, limit, skip = options.pop("stream", Texts), options.pop("limit", 0), options.pop("skip", False)
-    source = Source(make=stream, max_documents=limit, skips_bad_documents=skip)
+    made = Made(make=stream, max_documents=limit)
+    source = Stream(stream=made, bad_documents="skip" if skip else "stop")
     return stream_loader(source, ranks, workers, rank, state, **options)
 
 
@@ -212,7 +206,7 @@ def test_a_share_reads_only_its_own_shards() -> None:
 def test_shares_with_few_shards_read_all_documents_alike(num_shards: int, ranks: int, own: bool) -> None:
     """Three shards on two shares: the lone shard of the second share is not read twice as often."""
     stream = partial(Shards, TEXTS[:51], [], num_shards)
-    assert has_own_shards(Source(make=stream), stream(), ranks) == own
+    assert has_own_shards(Stream(stream=Made(make=stream)), stream(), ranks) == own
     if num_shards != 3:
         return
     tokens = [
@@ -252,12 +246,12 @@ def test_bad_documents_are_skipped_and_counted(caplog: pytest.LogCaptureFixture)
         parts += steps(loader(1, 0, state=state_of(first), stream=lambda: bad, skip=True), 26)
     assert values(parts) == whole
     one, ten = (message for message in dict.fromkeys(caplog.messages))
-    assert (
-        one
-        == "source: share 0 of 1 has skipped 1 bad document, the last one: document 4 of the stream holds 3"
+    first = (
+        "share 0 of 1 has skipped 1 bad document, the last one: document 4 of the stream holds int, not text"
     )
-    assert "has skipped 10 bad documents, the last one: document 76 of the stream holds 66" in ten
-    with pytest.raises(ConfigError, match="document 4 of the stream holds 3"):  # the control
+    assert one == f"stream made: {first}"
+    assert "has skipped 10 bad documents, the last one: document 76 of the stream holds int" in ten
+    with pytest.raises(ConfigError, match="document 4 of the stream holds int"):  # the control
         steps(loader(1, 0, stream=lambda: bad), 4)
 
 
@@ -315,9 +309,9 @@ def test_any_error_of_a_stream_is_one_of_the_loader(workers: int) -> None:
     """So that the finished steps are saved, and the launcher may start the run again."""
     first = loader(1, workers)
     steps(first, 1)
-    with pytest.raises(LoaderError, match=r"^source: ConnectionError: the server has gone away$"):
+    with pytest.raises(LoaderError, match=r"^stream made: ConnectionError: the server has gone away$"):
         steps(loader(1, workers, stream=Failing), 50)
-    with pytest.raises(LoaderError, match=r"^source: KeyError: 'next'$"):
+    with pytest.raises(LoaderError, match=r"^stream made: KeyError: 'next'$"):
         steps(loader(1, workers, state=moved_on(first), stream=Failing), 1)
 
 
@@ -330,7 +324,7 @@ def moved_on(loader: StreamLoader) -> Any:
 
 def test_a_document_without_text_is_named() -> None:
     texts: list[Any] = [*TEXTS[:7], 7]
-    with pytest.raises(ConfigError, match=r"^document 7 of the stream holds 7$"):
+    with pytest.raises(ConfigError, match=r"^document 7 of the stream holds int, not text$"):
         steps(loader(2, 0, 1, stream=lambda: texts), 5)
-    with pytest.raises(ConfigError, match=r"^document 3 of the stream \(share 1 of 2\) holds 7$"):
+    with pytest.raises(ConfigError, match=r"^document 3 of the stream \(share 1 of 2\) holds int, not text$"):
         steps(loader(2, 0, 1, stream=lambda: Shards(texts, [])), 5)

@@ -28,7 +28,6 @@ from titanlite.config.component import ConfigError
 from titanlite.corpus.hub_stream import HuggingFace
 from titanlite.data.dataset import Data
 from titanlite.data.loader import LoaderLayout
-from titanlite.data.sources import StreamedSource
 from titanlite.data.stream_sequences import StreamSequences
 from titanlite.data.stream_source import DocumentStream, Stream
 from titanlite.data.text_sources import Text
@@ -43,24 +42,6 @@ def torchs_handler_goes() -> Iterator[None]:
     before = signal.getsignal(signal.SIGCHLD)
     yield
     signal.signal(signal.SIGCHLD, before)
-
-
-@dataclass(frozen=True)
-class Listed(StreamedSource):
-    """The texts of a list."""
-
-    texts: list[str]
-    max_documents: int = 0
-    label = "source"
-
-    def documents(self) -> list[str]:
-        return self.texts
-
-    def text(self, document: str, place: str) -> str:
-        return document
-
-    def fingerprint(self) -> str:
-        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,14 +103,14 @@ def test_a_hugging_face_stream(
     source = Stream(stream=HuggingFace(path=str(make(tmp_path / "data"))))
     rank, two_shares = ranks - 1, ranks * max(workers, 1) == 2
     if two_shares and workers:
-        expected = steps(stream_loader(Listed(texts=FILES[0]), 1, 0), 60)
+        expected = steps(stream_loader(Stream(stream=Values(values=FILES[0])), 1, 0), 60)
         batches = steps(stream_loader(source, ranks, workers, rank), 20)
         tokens = [values([batch])[0][0] for batch in batches[::2]]  # of the first worker
         assert tokens == [values([batch])[0][0] for batch in expected[: len(tokens)]]
     else:
         texts = FILES[rank] if two_shares else TEXTS
         layout = (1, 0, 0) if two_shares else (ranks, workers, rank)
-        expected = steps(stream_loader(Listed(texts=texts), *layout), 60)
+        expected = steps(stream_loader(Stream(stream=Values(values=texts)), *layout), 60)
         batches = steps(stream_loader(source, ranks, workers, rank), 20)
         assert [v[:2] for v in values(batches)] == [v[:2] for v in values(expected)][: len(batches)]
     first = stream_loader(source, ranks, workers, rank)

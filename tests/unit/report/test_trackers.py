@@ -171,7 +171,7 @@ def test_a_copy_of_a_run_folder_is_a_branch_of_its_own(tmp_path: Path) -> None:
     def start(name: str, resumed_step: int, last: int, **change: Any) -> str:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        run = RunInfo.of(folder, {}, resumed_step, total_steps=10)
+        run = RunInfo.identify(folder, {}, resumed_step, total_steps=10)
         lines = JsonLines(folder / "metrics.jsonl", resumed_step)
         delivery = Delivery(FakeClient(server), run, "", folder / "trackers/fake.jsonl")
         for step in range(resumed_step + 1, last + 1):

@@ -45,7 +45,7 @@ class RunInfo:
     """The step after which a copy first continued."""
 
     @classmethod
-    def of(cls, folder: PurePath, job: dict[str, Any], resumed_step: int, total_steps: int) -> RunInfo:
+    def identify(cls, folder: PurePath, job: dict[str, Any], resumed_step: int, total_steps: int) -> RunInfo:
         """The identity of the run in a folder, which is recorded in <run folder>/run_id.json."""
         known = identify(folder, resumed_step)
         return cls(

@@ -53,7 +53,7 @@ def _push(folder: Path, job: Job, tracker: Tracker) -> bool:
     steps = [step for step, _ in metrics_of(folder)]
     if not steps:
         raise ConfigError(f"{folder / 'metrics.jsonl'} has no steps to send")
-    run = RunInfo.of(folder, toml.as_tree(job), max(steps), job.training.steps)
+    run = RunInfo.identify(folder, toml.as_tree(job), max(steps), job.training.steps)
     open_delivery = tracker.opener(run)
     if open_delivery is None:
         raise ConfigError(f"{tracker.name} is disabled by its environment variables; unset them")
