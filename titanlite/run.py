@@ -232,7 +232,7 @@ class Run:
     def save(self) -> None:
         """Save a checkpoint of the step that was just taken."""
         with self.meter.untimed("checkpoint/stall_s"):
-            self.state.stream = self.loader.stream_state(self.rt.gather)
+            self.state.stream = self.loader.stream_state(self.rt.ranks.all_gather)
             self.checkpoints.save(self.state)
 
     def open_metrics(self) -> list[OpenMetric]:
@@ -240,21 +240,21 @@ class Run:
         Collective."""
         job, rt, model, state, sinks = self.job, self.rt, self.model, self.state, self.meter.sinks
         probe_is_due = partial(job.metrics.probe_is_due, last_step=job.training.steps)
-        statistics = ParameterStatistics(model.net, state.optimizer, job.optimizer, rt)
+        statistics = ParameterStatistics(model.net, state.optimizer, job.optimizer, rt.ranks)
         loads = model.expert_loads
         extra = MeasuredRun(model=model, optimizer=state.optimizer, rt=rt, tokenizer=self.tokenizer)
         return [
             TrainingMetrics(
-                state, self.guard, rt, partial(job.learning_rate, self.stages), self.remaining_tokens
+                state, self.guard, rt.ranks, partial(job.learning_rate, self.stages), self.remaining_tokens
             ),
-            ModelMetrics(model, rt),
+            ModelMetrics(model, rt.ranks),
             ExpertMetrics(loads, sinks),
             CompileMetrics(),
-            SlowRanks(rt),
-            ParameterMetrics(statistics, self.clipper, sinks, rt),
+            SlowRanks(rt.ranks),
+            ParameterMetrics(statistics, self.clipper, sinks, rt.ranks),
             TokenMetrics(rt),
-            StepTimes(rt),
-            Hardware(rt),
+            StepTimes(rt.ranks),
+            Hardware(rt.ranks),
             ProbeMetrics(model, sinks, probe_is_due, self.meter.untimed),
             *(metric.build(extra) for metric in job.metrics.extra),
         ]

@@ -17,7 +17,6 @@ import torch
 from titanlite.attention.base import AttentionBackend, AttentionNeeds
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.lock import FolderLock
-from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.run_identity import differences, spell
 from titanlite.checkpoint.start import Resume, Start, check_labels, check_run_identity, decide
 from titanlite.checkpoint.state import BaseModel, TrainState, listed
@@ -45,6 +44,7 @@ from titanlite.parallel.clip import Clipper
 from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.parallelism import Parallelism
+from titanlite.ranks import Ranks
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, environment
 from titanlite.runtime.training import BatchLayout
@@ -197,7 +197,9 @@ def _resolve_reshard(job: Job, rt: Runtime) -> Parallelism:
     is_sharded_on_gpus = rt.device.type == "cuda" and rt.mesh.device_mesh is not None
     if job.parallelism.fsdp_reshard_after_forward != "default" or not is_sharded_on_gpus:
         return job.parallelism
-    frees, reason = job.step_memory(rt.world_size, rt.param_dtype).reshard(rt.smallest_memory())
+    own = torch.cuda.get_device_properties(rt.device).total_memory
+    smallest = rt.ranks.all_reduce(own, min)
+    frees, reason = job.step_memory(rt.world_size, rt.param_dtype).reshard(smallest)
     action = (
         "frees gathered weights after the forward" if frees else "keeps gathered weights for the backward"
     )
@@ -378,7 +380,7 @@ def load_state(
         optimizer = job.optimizer.build(model.net, rt.mesh)
         clipper = Clipper(job.training.clip, job.training.max_norm, model.net, optimizer)
         guard = StepGuard(job.guard, rt.device, rt.world_size, parts.stages.loss_changes)
-        state = TrainState(model.net, optimizer, rt.count(0), guard, rt.batch.global_size)
+        state = TrainState(model.net, optimizer, rt.ranks.count(0), guard, rt.batch.global_size)
         state.skipped = job.data.skipped
         load_initial_weights(job, state, checkpoints)
         state.average = WeightAverage(job.ema, model.net)
@@ -427,7 +429,7 @@ def open_meter(parts: Parts, rt: Runtime, resumed_step: int, changes: Sequence[s
         peak_flops=peak_bf16_flops(device_name(rt.device)) if rt.param_dtype == torch.bfloat16 else None,
     )
     is_measured = partial(job.metrics.is_due, last_step=job.training.steps)
-    return Meter(rt.device, sinks, cost, rt.synchronize, rt.clock, is_measured, rt.max, rt.began)
+    return Meter(rt.device, sinks, cost, rt.synchronize, rt.clock, is_measured, rt.ranks.max, rt.began)
 
 
 def write_run_files(parts: Parts, rt: Runtime, resumed_step: int) -> None:

@@ -72,7 +72,7 @@ def trained(folder: Path, corpus: Path, keys: list[str]) -> int:
     job = make_job(folder, corpus, *keys, world_size=dist.get_world_size())
     with (
         stop_requests() as requests,
-        runtime(job.training, job.parallelism, job.comm) as rt,
+        runtime(job.training, job.parallelism, job.comm, job.folder) as rt,
         FolderLock(job.folder) as lock,
         build(job, rt, lock) as run,
         run.profiler() as profiler,
@@ -122,7 +122,7 @@ def failure(folder: Path, corpus: Path, keys: list[str]) -> str:
     try:
         with (
             stop_requests() as requests,
-            runtime(job.training, job.parallelism, job.comm) as rt,
+            runtime(job.training, job.parallelism, job.comm, job.folder) as rt,
             FolderLock(job.folder) as lock,
         ):
             run = build(job, rt, lock)

@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.futures import Future
 
 from titanlite.checkpoint.commit import CheckpointError, read_file
-from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.state import Tensors, flattened, listed
 from titanlite.files import FileFault, check_regular, read_regular
 from titanlite.log import logger
 from titanlite.mesh import local_shard, replica_group
 from titanlite.optim.base import CLIP_NORM
+from titanlite.ranks import Ranks
 
 THREADS = 4  # each holds one tensor in host memory while it is copied to the device
 

@@ -19,7 +19,6 @@ from titanlite import __version__
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import gib
-from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.save_plan import SavePlans, WriteReport
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.staging import HostBuffers, same_device
@@ -27,6 +26,7 @@ from titanlite.checkpoint.state import Tensors, total_bytes
 from titanlite.checkpoint.writer import ShardWriter
 from titanlite.files import make_folder
 from titanlite.log import logger
+from titanlite.ranks import Ranks
 
 MAX_FAILURES = 3  # failed saves in a row after which the run ends
 POLL_S = 10.0  # between two looks at a save that is waited for after an error

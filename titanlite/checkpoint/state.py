@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from titanlite.checkpoint.ranks import Ranks
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import load_object
 from titanlite.data.skips import SkippedSequences
 from titanlite.mesh import local_shard
 from titanlite.models.base import is_adapter
 from titanlite.optim.ema import WeightAverage
+from titanlite.ranks import Ranks
 from titanlite.torch_compat import foreach_norm, is_persistent, plain_tensor
 
 TRAIN = "train.json"

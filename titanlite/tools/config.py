@@ -22,7 +22,6 @@ from collections.abc import Sequence
 
 import torch
 
-from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.start import Resume, decide
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
@@ -36,6 +35,7 @@ from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.expert_loads import check_routers
 from titanlite.parallel.float8 import split_layers
 from titanlite.parallel.pipeline_parallel import check_auxiliary_losses
+from titanlite.ranks import Ranks
 from titanlite.runtime.environment import set_library_defaults
 from titanlite.runtime.process import pick_device
 from titanlite.runtime.training import BatchLayout, choose_param_dtype

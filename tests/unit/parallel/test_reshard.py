@@ -18,7 +18,6 @@ from titanlite.lab.memory import at_most, rank_memory
 from titanlite.lab.plan import planned_run
 from titanlite.optim.base import Optimizer
 from titanlite.parallel.reshard import LITTLE, StepMemory
-from titanlite.runtime.runtime import Runtime
 
 LARGE = 1000 * GIB
 SMALL = 60 * GIB  # 5% are less than the weights of the blocks
@@ -156,11 +155,17 @@ def test_weights_are_kept_where_freeing_them_gains_nothing(
 
 
 def runtime(device: str, smallest: int, is_sharded: bool = True) -> Any:
+    """A rank whose GPU is large, among ranks of which one has a GPU with `smallest` bytes."""
     mesh = SimpleNamespace(device_mesh="some" if is_sharded else None)
+
+    def all_reduce(own: int, merge: Any) -> int:
+        assert own == LARGE
+        return merge(own, smallest)
+
     return SimpleNamespace(
         device=torch.device(device),
         mesh=mesh,
-        smallest_memory=lambda: smallest,
+        ranks=SimpleNamespace(all_reduce=all_reduce),
         world_size=4,
         param_dtype=torch.bfloat16,
     )
@@ -182,6 +187,8 @@ def test_a_run_decides_by_the_smallest_gpu_and_says_so(
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(start.logger, "info", lines.append)
+    own = SimpleNamespace(total_memory=LARGE)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: own)
     job = job_of()
     resolved = start._resolve_reshard(job, runtime("cuda", smallest))
     assert resolved == replace(job.parallelism, fsdp_reshard_after_forward=choice)
@@ -189,16 +196,3 @@ def test_a_run_decides_by_the_smallest_gpu_and_says_so(
     assert message.startswith(line)
     assert start._resolve_reshard(job, runtime("cpu", smallest)) is job.parallelism
     assert start._resolve_reshard(job, runtime("cuda", smallest, is_sharded=False)) is job.parallelism
-
-
-def test_the_smallest_memory_is_that_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = [150_110_011_392.0, 85_024_112_640.0]
-    about = SimpleNamespace(total_memory=int(sizes[0]))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
-
-    def gather_floats(values: list[float]) -> list[list[float]]:
-        assert list(values) == sizes[:1]
-        return [[size] for size in sizes]
-
-    rt: Any = SimpleNamespace(device=torch.device("cuda"), gather_floats=gather_floats)
-    assert Runtime.smallest_memory(rt) == 85_024_112_640
