@@ -41,7 +41,7 @@ from titanlite.metrics.sinks.base import RunInfo, Sinks
 from titanlite.optim.ema import WeightAverage
 from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import Clipper
-from titanlite.parallel.settings import ParallelSettings
+from titanlite.parallel.reshard import StepMemory
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.parallelism import Parallelism
 from titanlite.ranks import Ranks
@@ -163,48 +163,28 @@ def shard_model(job: Job, rt: Runtime) -> tuple[ShardedModel, str]:
     attention, kernel = check_device(job, rt.device, rt.param_dtype, rt.world_size)
     net = job.build_on_meta()
     job.optimizer.check(net, rt.mesh.degrees.tp)
-    return parallelize(net, job.loss, rt.mesh, parallel_settings(job, rt, attention)), kernel
-
-
-def layout_settings(job: Job) -> ParallelSettings:
-    """The settings that decide how the model is sharded, as far as the job alone decides them."""
-    return ParallelSettings(
-        parallelism=job.parallelism,
-        activation_checkpoint=job.activation_checkpoint,
-        compile=job.compile,
-        float8=job.float8,
-        moe=job.moe,
-        cpu_offload=job.training.enable_cpu_offload,
+    memory = job.step_memory(net, rt.world_size, rt.param_dtype)
+    settings = replace(
+        memory.settings, parallelism=resolve_reshard(memory, rt), attention=attention, clock=rt.clock
     )
+    return parallelize(net, job.loss, rt.mesh, settings), kernel
 
 
-def parallel_settings(job: Job, rt: Runtime, attention: AttentionBackend) -> ParallelSettings:
-    """The settings that decide how the model is sharded and run. Collective."""
-    return replace(
-        layout_settings(job),
-        parallelism=_resolve_reshard(job, rt),
-        attention=attention,
-        param_dtype=rt.param_dtype,
-        reduce_dtype=rt.reduce_dtype,
-        clock=rt.clock,
-    )
-
-
-def _resolve_reshard(job: Job, rt: Runtime) -> Parallelism:
+def resolve_reshard(memory: StepMemory, rt: Runtime) -> Parallelism:
     """The section [parallelism] with "always" or "never" for a fsdp_reshard_after_forward of "default", and a
     line in the log. Unchanged on a CPU and without FSDP. Collective: all ranks decide by the memory of the
     smallest GPU."""
+    parallelism = memory.settings.parallelism
     is_sharded_on_gpus = rt.device.type == "cuda" and rt.mesh.device_mesh is not None
-    if job.parallelism.fsdp_reshard_after_forward != "default" or not is_sharded_on_gpus:
-        return job.parallelism
+    if parallelism.fsdp_reshard_after_forward != "default" or not is_sharded_on_gpus:
+        return parallelism
     own = torch.cuda.get_device_properties(rt.device).total_memory
-    smallest = rt.ranks.all_reduce(own, min)
-    frees, reason = job.step_memory(rt.world_size, rt.param_dtype).reshard(smallest)
+    frees, reason = memory.reshard(rt.ranks.all_reduce(own, min))
     action = (
         "frees gathered weights after the forward" if frees else "keeps gathered weights for the backward"
     )
     logger.info(f"FSDP {action}: {reason}")
-    return replace(job.parallelism, fsdp_reshard_after_forward="always" if frees else "never")
+    return replace(parallelism, fsdp_reshard_after_forward="always" if frees else "never")
 
 
 def open_tokenizer(job: Job) -> Tokenizer:

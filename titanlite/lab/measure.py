@@ -212,7 +212,7 @@ def _timed(job: Job, rt: Runtime, num_blocks: int) -> tuple[float, float]:
     if job.data.mask_documents:
         batches = [_one_document(batch) for batch in batches]
     trial = SmallRun(job.loss, training, batches, training.seed, rt.device)
-    settings = start.parallel_settings(cut, rt, attention)
+    settings = replace(cut.parallel_settings(rt.param_dtype), attention=attention, clock=rt.clock)
     gc.collect()  # the model before may be in a cycle, and hold the device's memory
     try:
         times = time_steps(net, trial, settings, job.optimizer, job.ema)

@@ -47,7 +47,6 @@ class Runtime:
     mesh: Mesh
     batch: BatchLayout
     param_dtype: torch.dtype
-    reduce_dtype: torch.dtype
     comm: Comm
     gc_freq: int
     began: float
@@ -118,7 +117,6 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm, folder: Pa
     if ours:
         init_process_group(device, comm, rank, size)
     mesh = build_mesh(parallelism, device.type, rank, size, always=offload)
-    reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     clock = StepClock(device, hang.keep_position(notes_folder(), rank))
     timeout = max(TIMEOUT, timedelta(seconds=comm.init_timeout_seconds))
     ranks = Ranks(folder, timeout=timeout, device=device, is_data_leader=mesh.is_data_leader, clock=clock)
@@ -127,9 +125,7 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm, folder: Pa
         process.explicit_garbage_collection(training.gc_freq),
         process.reporting_to_launcher(rank),
     ):
-        yield Runtime(
-            device, ranks, mesh, batch, param_dtype, reduce_dtype, comm, training.gc_freq, began, clock
-        )
+        yield Runtime(device, ranks, mesh, batch, param_dtype, comm, training.gc_freq, began, clock)
     if ours:
         dist.destroy_process_group()
         time.sleep(0.1)  # gloo's worker thread still needs the interpreter's lock once; see leave()

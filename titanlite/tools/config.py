@@ -44,7 +44,6 @@ from titanlite.start import (
     assemble,
     check_device,
     check_global_batch,
-    layout_settings,
     open_tokenizer,
     skipped_sequences,
 )
@@ -105,7 +104,8 @@ def check_layout(job: Job, ranks: int, gpus_per_node: int) -> list[str]:
     """Shard the model as a run on `ranks` ranks does. Returns lines on the layout, on the ranks that differ,
     and warnings, which are also printed. Raises ConfigError."""
     degrees = job.parallelism.degrees(ranks)
-    simulated = dry_run.dry_run(job.build_on_meta, job.loss, layout_settings(job), ranks)
+    settings = job.parallel_settings(torch.float32)
+    simulated = dry_run.dry_run(job.build_on_meta, job.loss, settings, ranks)
     warnings = dry_run.warnings(simulated, degrees, gpus_per_node)
     for text in warnings:
         print(f"titanlite: warning: {text}", file=sys.stderr)

@@ -30,7 +30,8 @@ def job_of(*overrides: str) -> Job:
 
 
 def memory_of(*overrides: str, gpus: int = 4) -> StepMemory:
-    return job_of(*overrides).step_memory(gpus, torch.bfloat16)
+    job = job_of(*overrides)
+    return job.step_memory(job.build_on_meta(), gpus, torch.bfloat16)
 
 
 def recorded() -> dict[str, tuple[Job, str, int]]:
@@ -57,7 +58,8 @@ def test_the_recorded_runs_choose_as_by_the_plan_which_counts_tensors() -> None:
             replace(job, parallelism=replace(job.parallelism, fsdp_reshard_after_forward="never")), cluster
         )
         default = replace(job.parallelism, fsdp_reshard_after_forward="default")
-        memory = replace(run.step_memory, parallelism=default)
+        memory = run.step_memory
+        memory = replace(memory, settings=replace(memory.settings, parallelism=default))
         assert not memory.reshard(run.device_bytes).frees, name
         assert at_most(rank_memory(run)) <= run.device_bytes, name
         peak = max(rank.peak.total for rank in rank_memory(run))
@@ -134,7 +136,9 @@ def test_an_optimizer_that_does_not_tell_its_state_keeps_only_weights_that_take_
 
 
 def test_other_runs_free_the_weights() -> None:
-    assert replace(memory_of(), attention=SDPA()).reshard(SMALL).frees
+    memory = memory_of()
+    settings = replace(memory.settings, attention=SDPA())
+    assert replace(memory, settings=settings).reshard(SMALL).frees
     assert memory_of().reshard(0).frees  # a CPU
     assert not memory_of().reshard(LARGE).frees  # control
 
@@ -166,8 +170,6 @@ def runtime(device: str, smallest: int, is_sharded: bool = True) -> Any:
         device=torch.device(device),
         mesh=mesh,
         ranks=SimpleNamespace(all_reduce=all_reduce),
-        world_size=4,
-        param_dtype=torch.bfloat16,
     )
 
 
@@ -189,10 +191,11 @@ def test_a_run_decides_by_the_smallest_gpu_and_says_so(
     monkeypatch.setattr(start.logger, "info", lines.append)
     own = SimpleNamespace(total_memory=LARGE)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: own)
-    job = job_of()
-    resolved = start._resolve_reshard(job, runtime("cuda", smallest))
-    assert resolved == replace(job.parallelism, fsdp_reshard_after_forward=choice)
+    memory = memory_of()
+    parallelism = memory.settings.parallelism
+    resolved = start.resolve_reshard(memory, runtime("cuda", smallest))
+    assert resolved == replace(parallelism, fsdp_reshard_after_forward=choice)
     (message,) = lines
     assert message.startswith(line)
-    assert start._resolve_reshard(job, runtime("cpu", smallest)) is job.parallelism
-    assert start._resolve_reshard(job, runtime("cuda", smallest, is_sharded=False)) is job.parallelism
+    assert start.resolve_reshard(memory, runtime("cpu", smallest)) is parallelism
+    assert start.resolve_reshard(memory, runtime("cuda", smallest, is_sharded=False)) is parallelism
