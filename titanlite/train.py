@@ -76,20 +76,16 @@ def build(job: Job, rt: Runtime, lock: FolderLock) -> Run:
     model, kernel = shard_model(job, rt)
     start = decide_start(job, rt.ranks, lock)
     parts = assemble(job, rt.world_size, rt.ranks, start)
-    job, stages = parts.job, parts.stages
     checkpoints = open_checkpoints(parts, start, rt.ranks, lock)
-    log_start(job, rt, parts.about, parts.sequences, kernel)
+    log_start(parts.job, rt, parts.about, parts.sequences, kernel)
     state, guard, clipper = load_state(parts, rt, model, checkpoints)
-    changes = log_changes(job, rt, checkpoints.candidate, stages, state)
+    resumed = checkpoints.candidate
+    changes = log_changes(parts.job, rt, resumed, parts.stages, state)
     write_run_files(parts, rt, state.step)
-    log_steps(parts, checkpoints.candidate.train if checkpoints.candidate else None)
+    log_steps(parts, start, resumed)
     return Run(
-        job=job,
+        parts=parts,
         rt=rt,
-        tokenizer=parts.tokenizer,
-        sequences=parts.sequences,
-        stages=stages,
-        tasks=parts.tasks,
         meter=open_meter(parts, rt, state.step, changes),
         loader=open_loader(parts, rt, state),
         model=model,
@@ -116,7 +112,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         except (Stopped, LoaderError, ConfigError) as e:
             return run.end_without_data(e, num_steps, requests)
         state.step, num_steps, first_sequence = state.step + 1, num_steps + 1, state.next_sequence
-        set_lr(optimizer, run.stages.lr_factor(state.step, first_sequence))
+        set_lr(optimizer, run.parts.stages.lr_factor(state.step, first_sequence))
         num_targets = rt.ranks.count(sum(batch.num_targets for batch in micro_batches))
         vote = rt.ranks.vote(requests.stop, requests.take_save_request(), checkpoints.failed)
         details = run.token_statistics(step_size)  # None without a detailed report

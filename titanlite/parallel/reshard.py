@@ -6,16 +6,21 @@ choices with all recorded runs on several GPUs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
+
+from titanlite.log import logger
 from titanlite.losses import Loss
+from titanlite.mesh import Mesh
 from titanlite.models.base import Decoder
 from titanlite.optim.base import Optimizer
 from titanlite.parallel.fsdp import frees_by_default
 from titanlite.parallel.settings import ParallelSettings
-from titanlite.parallelism import Degrees
+from titanlite.parallelism import Degrees, Parallelism
+from titanlite.ranks import Ranks
 
 GIB = 1 << 30
 LITTLE = 0.05  # share of a GPU's memory that kept weights may take in any run
@@ -68,6 +73,22 @@ class StepMemory:
         need = self.num_bytes()
         sizes = f"up to {need / GIB:.1f} of the GPU's {device_bytes / GIB:.1f} GiB"
         return Reshard(need > device_bytes, f"with them, the run is estimated to need {sizes}")
+
+    def resolved(self, mesh: Mesh, ranks: Ranks) -> Parallelism:
+        """The section [parallelism] with "always" or "never" for a fsdp_reshard_after_forward of "default",
+        and a line in the log. Unchanged on a CPU and without FSDP. Collective: all ranks decide by the memory
+        of the smallest GPU."""
+        parallelism = self.settings.parallelism
+        is_sharded_on_gpus = ranks.device.type == "cuda" and mesh.device_mesh is not None
+        if parallelism.fsdp_reshard_after_forward != "default" or not is_sharded_on_gpus:
+            return parallelism
+        own = torch.cuda.get_device_properties(ranks.device).total_memory
+        frees, reason = self.reshard(ranks.all_reduce(own, min))
+        action = (
+            "frees gathered weights after the forward" if frees else "keeps gathered weights for the backward"
+        )
+        logger.info(f"FSDP {action}: {reason}")
+        return replace(parallelism, fsdp_reshard_after_forward="always" if frees else "never")
 
     def num_bytes(self) -> float:
         """The bytes of a GPU that the step needs if gathered weights are kept."""

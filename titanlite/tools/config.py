@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import torch
 
-from titanlite.checkpoint.start import Resume, decide
+from titanlite.checkpoint.start import decide
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import ALLOW_IMPORTS
@@ -43,9 +43,8 @@ from titanlite.start import (
     NotReady,
     assemble,
     check_device,
-    check_global_batch,
+    check_resumed,
     open_tokenizer,
-    skipped_sequences,
 )
 from titanlite.start_log import about_steps, job_toml_text, summary
 from titanlite.tools.verbs import CONFIG_NUMBERS, NO_FILES
@@ -126,10 +125,8 @@ def check_inputs(job: Job, ranks: int) -> tuple[Job, int, list[str]]:
     except NotReady:
         unchecked.append("data that is tokenised or packed when a run first starts")
         job = job.resolved(ranks)
-        train = start.candidate.train if isinstance(start, Resume) else None
         batch = BatchLayout.from_training(job.training, job.parallelism.degrees(ranks).data_parallel)
-        check_global_batch(job, batch.global_size, train)
-        skipped_sequences(job, train)
+        check_resumed(job, batch.global_size, start.candidate and start.candidate.train)
     return job, open_tokenizer(job).vocab_size, unchecked
 
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from benchmarks import blind_points, plan_errors
-from titanlite import start
 from titanlite.attention.sdpa import SDPA
 from titanlite.job import Job, load_job
 from titanlite.lab.cards import CARDS, GIB, Cluster
 from titanlite.lab.memory import at_most, rank_memory
 from titanlite.lab.plan import planned_run
+from titanlite.mesh import ALONE
 from titanlite.optim.base import Optimizer
+from titanlite.parallel import reshard
 from titanlite.parallel.reshard import LITTLE, StepMemory
 
 LARGE = 1000 * GIB
@@ -158,19 +159,14 @@ def test_weights_are_kept_where_freeing_them_gains_nothing(
     assert reason in choice.reason
 
 
-def runtime(device: str, smallest: int, is_sharded: bool = True) -> Any:
+def ranks(device: str, smallest: int) -> Any:
     """A rank whose GPU is large, among ranks of which one has a GPU with `smallest` bytes."""
-    mesh = SimpleNamespace(device_mesh="some" if is_sharded else None)
 
     def all_reduce(own: int, merge: Any) -> int:
         assert own == LARGE
         return merge(own, smallest)
 
-    return SimpleNamespace(
-        device=torch.device(device),
-        mesh=mesh,
-        ranks=SimpleNamespace(all_reduce=all_reduce),
-    )
+    return SimpleNamespace(device=torch.device(device), all_reduce=all_reduce)
 
 
 @pytest.mark.parametrize(
@@ -188,14 +184,15 @@ def test_a_run_decides_by_the_smallest_gpu_and_says_so(
     smallest: int, choice: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(start.logger, "info", lines.append)
+    monkeypatch.setattr(reshard.logger, "info", lines.append)
     own = SimpleNamespace(total_memory=LARGE)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: own)
     memory = memory_of()
     parallelism = memory.settings.parallelism
-    resolved = start.resolve_reshard(memory, runtime("cuda", smallest))
+    mesh: Any = SimpleNamespace(device_mesh="some")
+    resolved = memory.resolved(mesh, ranks("cuda", smallest))
     assert resolved == replace(parallelism, fsdp_reshard_after_forward=choice)
     (message,) = lines
     assert message.startswith(line)
-    assert start.resolve_reshard(memory, runtime("cpu", smallest)) is parallelism
-    assert start.resolve_reshard(memory, runtime("cuda", smallest, is_sharded=False)) is parallelism
+    assert memory.resolved(mesh, ranks("cpu", smallest)) is parallelism
+    assert memory.resolved(ALONE, ranks("cuda", smallest)) is parallelism
