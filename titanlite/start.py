@@ -19,14 +19,14 @@ from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.lock import FolderLock
 from titanlite.checkpoint.resume import Candidate
 from titanlite.checkpoint.run_identity import check_same_on_all_ranks
-from titanlite.checkpoint.start import Resume, Start, check_labels, check_run_identity, decide
+from titanlite.checkpoint.start import Start, check_labels, check_run_identity, decide
 from titanlite.checkpoint.state import BaseModel, TrainState, listed
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, Unreadable, keys_in
 from titanlite.data.dataset import RunSequences
 from titanlite.data.loader import Loader, LoaderLayout
 from titanlite.data.skips import SkippedSequences
-from titanlite.data.sources import Source, short_names
+from titanlite.data.sources import Source, StreamedSource, short_names
 from titanlite.errors import LoaderError
 from titanlite.files import write_atomically
 from titanlite.flops import peak_bf16_flops
@@ -90,26 +90,25 @@ def assemble(job: Job, num_ranks: int, ranks: Ranks, start: Start, dry: bool = F
     tokenised for long. Raises ConfigError, LoaderError if a run that resumes cannot read its input now, and
     NotReady in a dry run. Collective over `ranks`, which are one process in a dry run."""
     tokenizer = open_tokenizer(job)
-    net = job.build_on_meta()
-    about = summary(job, net, tokenizer.vocab_size)
     is_first = ranks.rank == 0  # an error of rank 0 is raised on every rank
-    if job.data.stream is not None:
-        sources = ranks.from_rank_zero(lambda: _pinned(job, start))
-        job = replace(job, data=replace(job.data, sources=sources))
+    if (stream := job.data.stream) is not None:
+        source = ranks.from_rank_zero(lambda: _pinned(stream, start))
+        job = replace(job, data=replace(job.data, sources=[source]))
     with ranks.rank_zero_first():
         _check_labels(job, tokenizer, start)
         if is_first:
             _check_initial_weights(job, tokenizer, start)
         tasks = job.validation.open_tasks(tokenizer, job.training.seq_len)
         sequences = open_data(job, tokenizer, start, dry)
-    resolved, stages = open_stages(job, num_ranks, sequences)
-    about += about_steps(job, resolved)
-    job = resolved
+    given = job
+    job, stages = open_stages(given, num_ranks, sequences)
     identity = job.identity(sequences.identity, sequences.names)
     check_same_on_all_ranks(identity, job.data.skipped, ranks)
     with ranks.rank_zero_first():
         if is_first:
             check_run_identity(start, identity, job.checkpoint.allow_changed, job.folder)
+    net = job.build_on_meta()
+    about = [*summary(job, net, tokenizer.vocab_size), *about_steps(given, job)]
     return Parts(
         job=job,
         tokenizer=tokenizer,
@@ -171,15 +170,14 @@ def open_tokenizer(job: Job) -> Tokenizer:
     return tokenizer
 
 
-def _pinned(job: Job, start: Start) -> list[Source]:
-    """The stream of the job, which is its only source and names the version of its documents, such as a
-    commit: the recorded version for a run that resumes, or else the newest one."""
+def _pinned(stream: StreamedSource, start: Start) -> Source:
+    """The stream of a job, which is its only source, with the version of its documents, such as a commit: the
+    recorded version for a run that resumes, or else the newest one."""
     recorded: dict[str, Any] = {}
-    if isinstance(start, Resume):
+    if start.candidate is not None:
         recorded = toml.parse(start.candidate.job_toml)["data"]["sources"][0]
     with _restartable(start), keys_in("data.sources.0"):
-        assert job.data.stream is not None
-        return [job.data.stream.pinned(recorded)]
+        return stream.pinned(recorded)
 
 
 def _check_labels(job: Job, tokenizer: Tokenizer, start: Start) -> None:
@@ -195,9 +193,9 @@ def _check_initial_weights(job: Job, tokenizer: Tokenizer, start: Start) -> None
     """Raises ConfigError unless the initial weights, which only a new run and runs of adapters need, can be
     read."""
     path = Path(job.checkpoint.initial_load_path)
-    if not job.checkpoint.initial_load_path or (isinstance(start, Resume) and not job.lora.enable):
+    if not job.checkpoint.initial_load_path or (start.candidate is not None and not job.lora.enable):
         return
-    if isinstance(start, Resume):
+    if start.candidate is not None:
         path = locate_base(path, BaseModel.recorded_in(start.candidate.train))
     check_initial(path, ModelAndTokenizer(job.model, tokenizer), is_base=job.lora.enable)
 
@@ -219,7 +217,7 @@ def _restartable(start: Start) -> Iterator[None]:
     try:
         yield
     except Unreadable as e:
-        if not isinstance(start, Resume):
+        if start.candidate is None:
             raise
         raise LoaderError(str(e)) from None
 
