@@ -37,6 +37,16 @@ def test_the_sequences_that_cannot_be_skipped_any_more(tmp_path: Path, trained: 
         check_resumed(job, 8, {"skipped": [], "sequences": 9, "step": 1, "global_batch_size": 8})
 
 
+def test_a_global_batch_changes_only_if_the_file_says_so(tmp_path: Path) -> None:
+    train_json = {"skipped": [], "sequences": 8, "step": 1, "global_batch_size": 8}
+    follows = make_job(tmp_path, tmp_path, "--training.global_batch_size=-1")
+    message = r"takes 8 sequences per step; global_batch_size = -1 would make it 4 here"
+    with pytest.raises(ConfigError, match=message):
+        check_resumed(follows, 4, train_json)
+    check_resumed(follows, 8, train_json)
+    check_resumed(make_job(tmp_path, tmp_path, "--training.global_batch_size=4"), 4, train_json)
+
+
 def test_a_resume_opens_each_small_file_of_its_checkpoint_once(tmp_path: Path, corpus: Path) -> None:
     """The start is decided once, and the decision is passed on. The save that follows reads nothing again."""
     train(make_job(tmp_path, corpus, "--training.steps=2"))
