@@ -201,7 +201,7 @@ from types import SimpleNamespace
 from titanlite.checkpoint import resume
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.lock import FolderLock
-from titanlite.checkpoint.ranks import Ranks
+from titanlite.ranks import Ranks
 from titanlite.checkpoint.start import decide
 from titanlite.checkpoint.state import TrainState
 from titanlite.job import load_job

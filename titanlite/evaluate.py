@@ -114,7 +114,7 @@ def validate(
         if rt.mesh.is_data_leader:
             sums[1, k] += batch.num_targets
             sums[2, k] += 0 if bytes_per_token is None else num_bytes(batch.targets, bytes_per_token)
-    metrics = validation_metrics(rt.sum(sums), held_out.names, held_out.weights)
+    metrics = validation_metrics(rt.ranks.sum(sums), held_out.names, held_out.weights)
     return metrics | {"eval/sequences": sum(map(len, ranges))}
 
 
@@ -168,5 +168,5 @@ def score_tasks(
         numbers = batches[turn] if turn < len(batches) else []
         batch = make_task_batch([requests[number] for number in numbers])
         scores[numbers] = model.score(batch.to(rt.device), vocab_size).cpu().double()[: len(numbers)]
-    by_task = rt.sum(scores).split([len(task.requests) for task in tasks])
+    by_task = rt.ranks.sum(scores).split([len(task.requests) for task in tasks])
     return [scores.numpy() for scores in by_task]

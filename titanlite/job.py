@@ -50,6 +50,7 @@ from titanlite.parallel.expert_parallel import check_expert_parallel
 from titanlite.parallel.float8 import Float8
 from titanlite.parallel.pipeline_parallel import check_pipeline_parallel
 from titanlite.parallel.reshard import StepMemory
+from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallelism import Parallelism
 from titanlite.runtime import environment
 from titanlite.runtime.process_group import Comm
@@ -186,23 +187,32 @@ class Job:
         self.lora.apply(net, self.parallelism.pipeline_parallel_degree > 1)
         return net
 
-    def step_memory(self, num_ranks: int, param_dtype: torch.dtype) -> StepMemory:
-        """The settings that decide the memory of a step on `num_ranks` ranks."""
+    def parallel_settings(self, param_dtype: torch.dtype) -> ParallelSettings:
+        """The settings that decide how the model is sharded and run. Their attention is not built yet."""
+        return ParallelSettings(
+            parallelism=self.parallelism,
+            attention=self.attention,
+            activation_checkpoint=self.activation_checkpoint,
+            compile=self.compile,
+            float8=self.float8,
+            moe=self.moe,
+            param_dtype=param_dtype,
+            reduce_dtype=getattr(torch, self.training.mixed_precision_reduce),
+            cpu_offload=self.training.enable_cpu_offload,
+        )
+
+    def step_memory(self, net: Decoder, num_ranks: int, param_dtype: torch.dtype) -> StepMemory:
+        """The settings that decide the memory of a step on `num_ranks` ranks. `net`: the whole model."""
         degrees, training = self.parallelism.degrees(num_ranks), self.training
         batch = BatchLayout.from_training(training, degrees.data_parallel)
         largest = max(self.batch_sizes(batch.global_size).values())
         return StepMemory(
-            net=self.build_on_meta(),
+            net=net,
             optimizer=self.optimizer,
             loss=self.loss,
-            attention=self.attention,
-            activation_checkpoint=self.activation_checkpoint,
-            parallelism=self.parallelism,
+            settings=self.parallel_settings(param_dtype),
             degrees=degrees,
-            param_dtype=param_dtype,
-            compiled=self.compile.enable,
             has_average=self.ema.enable,
-            cpu_offload=training.enable_cpu_offload,
             tokens=training.local_batch_size * training.seq_len // degrees.cp,
             accumulates=batch.num_micro_batches(largest) > 1,
         )

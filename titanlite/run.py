@@ -3,7 +3,7 @@ checkpoints, and the end of the run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -15,7 +15,6 @@ import numpy as np
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.state import TrainState
 from titanlite.config.component import ConfigError
-from titanlite.data.dataset import RunSequences
 from titanlite.data.loader import Loader
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.step_sizes import StepSize
@@ -44,10 +43,7 @@ from titanlite.parallel.clip import Clipper
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.runtime.runtime import Runtime
 from titanlite.runtime.signals import Stopped, StopRequests
-from titanlite.stages import Stages
-from titanlite.start import last_sequence
-from titanlite.tasks.requests import OpenTask
-from titanlite.tokenizers.base import Tokenizer
+from titanlite.start import Parts
 
 
 @dataclass
@@ -55,12 +51,8 @@ class Run:
     """The objects of a run. Leaving its context closes the loader and the sinks; after an error, it waits for
     a save in flight first."""
 
-    job: Job
+    parts: Parts
     rt: Runtime
-    tokenizer: Tokenizer
-    sequences: RunSequences
-    stages: Stages
-    tasks: Sequence[OpenTask]
     loader: Loader[Any]
     model: ShardedModel
     clipper: Clipper
@@ -68,9 +60,11 @@ class Run:
     checkpoints: Checkpointer
     meter: Meter
     guard: StepGuard
+    job: Job = field(init=False)
     metrics: list[OpenMetric] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.job = self.parts.job
         self.metrics = self.open_metrics()
 
     @property
@@ -141,7 +135,7 @@ class Run:
             logger.info(
                 f"validation loss {evaluation['eval/loss']:.4f} over {evaluation['eval/tokens']:,} tokens"
             )
-        if self.tasks and evaluation:
+        if self.parts.tasks and evaluation:
             logger.info(f"accuracy in tasks: {task_accuracies(evaluation)}")
         logger.info(f"metrics      {job.folder / 'metrics.jsonl'}")
         if "tensorboard" in self.meter.sinks.writers:
@@ -213,14 +207,14 @@ class Run:
     def last_sequence(self) -> int:
         """The position in the data order after the steps that are left."""
         state = self.state
-        return last_sequence(self.job, self.stages, state.step, state.num_sequences, state.skipped)
+        return self.parts.stages.last_sequence(state.step, state.num_sequences, state.skipped)
 
     def check_epochs(self) -> None:
         """Raises ConfigError if the steps that are left read a source for more than its max_epochs. They read
         further than at the start of the run, by the sequences that it has skipped since."""
         state = self.state
         try:
-            self.sequences.describe(self.last_sequence())
+            self.parts.sequences.describe(self.last_sequence())
         except ConfigError as e:
             raise ConfigError(f"after the rewind to step {state.step}: {e}", e.key) from None
 
@@ -232,7 +226,7 @@ class Run:
     def save(self) -> None:
         """Save a checkpoint of the step that was just taken."""
         with self.meter.untimed("checkpoint/stall_s"):
-            self.state.stream = self.loader.stream_state(self.rt.gather)
+            self.state.stream = self.loader.stream_state(self.rt.ranks.all_gather)
             self.checkpoints.save(self.state)
 
     def open_metrics(self) -> list[OpenMetric]:
@@ -240,21 +234,19 @@ class Run:
         Collective."""
         job, rt, model, state, sinks = self.job, self.rt, self.model, self.state, self.meter.sinks
         probe_is_due = partial(job.metrics.probe_is_due, last_step=job.training.steps)
-        statistics = ParameterStatistics(model.net, state.optimizer, job.optimizer, rt)
-        loads = model.expert_loads
-        extra = MeasuredRun(model=model, optimizer=state.optimizer, rt=rt, tokenizer=self.tokenizer)
+        statistics = ParameterStatistics(model.net, state.optimizer, job.optimizer, rt.ranks)
+        loads, learning_rate = model.expert_loads, partial(job.learning_rate, self.parts.stages)
+        extra = MeasuredRun(model=model, optimizer=state.optimizer, rt=rt, tokenizer=self.parts.tokenizer)
         return [
-            TrainingMetrics(
-                state, self.guard, rt, partial(job.learning_rate, self.stages), self.remaining_tokens
-            ),
-            ModelMetrics(model, rt),
+            TrainingMetrics(state, self.guard, rt.ranks, learning_rate, self.remaining_tokens),
+            ModelMetrics(model, rt.ranks),
             ExpertMetrics(loads, sinks),
             CompileMetrics(),
-            SlowRanks(rt),
-            ParameterMetrics(statistics, self.clipper, sinks, rt),
+            SlowRanks(rt.ranks),
+            ParameterMetrics(statistics, self.clipper, sinks, rt.ranks),
             TokenMetrics(rt),
-            StepTimes(rt),
-            Hardware(rt),
+            StepTimes(rt.ranks),
+            Hardware(rt.ranks),
             ProbeMetrics(model, sinks, probe_is_due, self.meter.untimed),
             *(metric.build(extra) for metric in job.metrics.extra),
         ]
@@ -282,7 +274,7 @@ class Run:
         return TokenStatistics(
             seq_len=self.job.training.seq_len,
             num_micro_batches=self.rt.batch.num_micro_batches(step_size.global_batch_size),
-            sources=self.sequences.source_names,
+            sources=self.parts.sequences.source_names,
             is_cross_entropy=self.job.loss.is_cross_entropy,
             device=self.rt.device,
         )
@@ -290,34 +282,32 @@ class Run:
     def validate(self, keep: bool = True) -> dict[str, Any]:
         """The metrics of a validation on the held-out sequences and on the tasks. With `keep`, append the
         tasks' samples to samples.txt. Collective."""
-        num_sequences = self.job.validation.num_sequences(
-            self.sequences.num_held_out, self.rt.batch.global_size
-        )
-        metrics = dict[str, Any]()
+        sequences, metrics = self.parts.sequences, dict[str, Any]()
+        num_sequences = self.job.validation.num_sequences(sequences.num_held_out, self.rt.batch.global_size)
         if num_sequences:
             with self.meter.untimed("time/validation_s"):
-                metrics = validate(self.model, self.sequences, num_sequences, self.rt, self.bytes_per_token)
+                metrics = validate(self.model, sequences, num_sequences, self.rt, self.bytes_per_token)
                 if self.job.ema.enable:
                     with self.averaged_weights():
-                        averaged = validate(self.model, self.sequences, num_sequences, self.rt)
+                        averaged = validate(self.model, sequences, num_sequences, self.rt)
                     metrics["eval/ema_loss"] = averaged["eval/loss"]
                     metrics["eval/ema_perplexity"] = averaged["eval/perplexity"]
-        return metrics | (self.score_tasks(keep) if self.tasks else {})
+        return metrics | (self.score_tasks(keep) if self.parts.tasks else {})
 
     def score_tasks(self, keep: bool) -> dict[str, float]:
         """The metrics of the tasks. With `keep`, append their samples to samples.txt. Collective."""
         batch_tokens = self.rt.batch.micro_batch_size * self.job.training.seq_len
-        vocab_size, metrics = self.tokenizer.vocab_size, dict[str, float]()
+        vocab_size, metrics = self.parts.tokenizer.vocab_size, dict[str, float]()
         with self.meter.untimed("time/tasks_s"):
-            by_task = score_tasks(self.model, self.tasks, vocab_size, batch_tokens, self.rt)
-            for task, scores in zip(self.tasks, by_task):
+            by_task = score_tasks(self.model, self.parts.tasks, vocab_size, batch_tokens, self.rt)
+            for task, scores in zip(self.parts.tasks, by_task):
                 metrics |= task.metrics(scores)
                 if keep and (text := task.sample(scores)):
                     self.meter.sinks.sample(self.state.step, text)
             if self.job.ema.enable:
                 with self.averaged_weights():
-                    by_task = score_tasks(self.model, self.tasks, vocab_size, batch_tokens, self.rt)
-                for task, scores in zip(self.tasks, by_task):
+                    by_task = score_tasks(self.model, self.parts.tasks, vocab_size, batch_tokens, self.rt)
+                for task, scores in zip(self.parts.tasks, by_task):
                     metrics |= task.metrics(scores, "ema_")
         return metrics
 
@@ -332,7 +322,7 @@ class Run:
     @cached_property
     def bytes_per_token(self) -> np.ndarray | None:
         """The tokenizer's bytes_per_token, for validation."""
-        return self.tokenizer.bytes_per_token()
+        return self.parts.tokenizer.bytes_per_token()
 
     def sample(self, keep: bool = True) -> None:
         """Log a sample for each prompt and, with `keep`, append it to samples.txt. Collective."""
@@ -341,7 +331,7 @@ class Run:
             for i, prompt in enumerate(generation.prompts):
                 seed, device = self.job.training.seed + i, self.rt.device
                 try:
-                    text = generate(self.model.logits, self.tokenizer, prompt, generation, seed, device)
+                    text = generate(self.model.logits, self.parts.tokenizer, prompt, generation, seed, device)
                 except Diverged as e:  # the guard decides whether the run continues
                     logger.info(f"no sample at step {self.state.step}: {e}")
                     return

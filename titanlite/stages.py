@@ -16,6 +16,7 @@ from titanlite.config.amount import Amount, Conversion
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.resolve import resolve
 from titanlite.config.toml import as_tree
+from titanlite.data.skips import SkippedSequences
 from titanlite.data.step_sizes import StepSize, StepSizes
 from titanlite.optim.schedule import LRScheduler
 from titanlite.runtime.training import Training
@@ -219,6 +220,14 @@ class Stages:
     def number_at(self, sequence: int) -> int:
         """Return the number, from 0, of the stage that a sequence belongs to."""
         return bisect_right(self.firsts, sequence) - 1
+
+    def last_sequence(self, step: int, position: int, skipped: SkippedSequences) -> int:
+        """Return the position in the data order after the last step of a run that has taken `step` steps and
+        is at `position`."""
+        num_left = max(self._training.steps - step, 0)
+        taken = position - skipped.below(position).count()
+        end = self.step_sizes.without(skipped).position_after(num_left, taken)
+        return skipped.advance(position, end - taken)
 
     def lr_factor(self, step: int, sequence: int) -> float:
         """Return the factor of the peak learning rate in `step`, whose first sequence is `sequence`."""

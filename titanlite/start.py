@@ -17,9 +17,9 @@ import torch
 from titanlite.attention.base import AttentionBackend, AttentionNeeds
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.lock import FolderLock
-from titanlite.checkpoint.ranks import Ranks
-from titanlite.checkpoint.run_identity import differences, spell
-from titanlite.checkpoint.start import Resume, Start, check_labels, check_run_identity, decide
+from titanlite.checkpoint.resume import Candidate
+from titanlite.checkpoint.run_identity import check_same_on_all_ranks
+from titanlite.checkpoint.start import Start, check_labels, check_run_identity, decide
 from titanlite.checkpoint.state import BaseModel, TrainState, listed
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, Unreadable, keys_in
@@ -27,6 +27,7 @@ from titanlite.data.dataset import RunSequences
 from titanlite.data.loader import Loader, LoaderLayout
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.sources import Source, short_names
+from titanlite.data.stream_source import Stream
 from titanlite.errors import LoaderError
 from titanlite.flops import peak_bf16_flops
 from titanlite.interop.formats import locate_base
@@ -41,9 +42,8 @@ from titanlite.metrics.sinks.base import RunInfo, Sinks
 from titanlite.optim.ema import WeightAverage
 from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import Clipper
-from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallel.sharded_model import ShardedModel
-from titanlite.parallelism import Parallelism
+from titanlite.ranks import Ranks
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, environment
 from titanlite.runtime.training import BatchLayout
@@ -64,8 +64,9 @@ def decide_start(job: Job, ranks: Ranks, lock: FolderLock) -> Start:
 class Parts:
     """The inputs of a run, open and checked. `job`: with all amounts of training as numbers of steps and
     sequences, and with the version of a stream. `num_parameters`: of the whole model. `flops_per_token`: of
-    the whole model, by sequence length. `about`: log lines on the configuration. `train`: the train.json of
-    the checkpoint that the run resumes from, or None. `data_lines`: the log lines of `check_data` for it."""
+    the whole model, by sequence length. `about`: log lines on the configuration. `data_lines`: log lines on
+    the data, for the checkpoint that the run is to resume from. `job_toml`: the job.toml of the run and of
+    its checkpoints."""
 
     job: Job
     tokenizer: Tokenizer
@@ -76,13 +77,8 @@ class Parts:
     num_parameters: int
     flops_per_token: Mapping[int, int]
     about: Sequence[str]
-    train: dict[str, Any] | None
     data_lines: Sequence[str]
-
-    @property
-    def job_toml(self) -> str:
-        """The job.toml of the run and of its checkpoints."""
-        return job_toml_text(self.job, self.about)
+    job_toml: str
 
 
 class NotReady(Exception):
@@ -95,27 +91,25 @@ def assemble(job: Job, num_ranks: int, ranks: Ranks, start: Start, dry: bool = F
     tokenised for long. Raises ConfigError, LoaderError if a run that resumes cannot read its input now, and
     NotReady in a dry run. Collective over `ranks`, which are one process in a dry run."""
     tokenizer = open_tokenizer(job)
-    net = job.build_on_meta()
-    about = summary(job, net, tokenizer.vocab_size)
-    train = start.candidate.train if isinstance(start, Resume) else None
     is_first = ranks.rank == 0  # an error of rank 0 is raised on every rank
-    if job.data.stream is not None:
-        sources = ranks.from_rank_zero(lambda: _pinned(job, start))
-        job = replace(job, data=replace(job.data, sources=sources))
+    if (stream := job.data.stream) is not None:
+        source = ranks.from_rank_zero(lambda: _pinned(stream, start))
+        job = replace(job, data=replace(job.data, sources=[source]))
     with ranks.rank_zero_first():
         _check_labels(job, tokenizer, start)
         if is_first:
             _check_initial_weights(job, tokenizer, start)
         tasks = job.validation.open_tasks(tokenizer, job.training.seq_len)
         sequences = open_data(job, tokenizer, start, dry)
-    resolved, stages = open_stages(job, num_ranks, sequences)
-    about += about_steps(job, resolved)
-    job = resolved
+    given = job
+    job, stages = open_stages(given, num_ranks, sequences)
     identity = job.identity(sequences.identity, sequences.names)
-    check_same_on_all_ranks(job, identity, ranks)
+    check_same_on_all_ranks(identity, job.data.skipped, ranks)
     with ranks.rank_zero_first():
         if is_first:
             check_run_identity(start, identity, job.checkpoint.allow_changed, job.folder)
+    net = job.build_on_meta()
+    about = [*summary(job, net, tokenizer.vocab_size), *about_steps(given, job)]
     return Parts(
         job=job,
         tokenizer=tokenizer,
@@ -126,8 +120,8 @@ def assemble(job: Job, num_ranks: int, ranks: Ranks, start: Start, dry: bool = F
         num_parameters=sum(p.numel() for p in net.parameters()),
         flops_per_token={length: net.flops_per_token(length) for length in job.sequence_lengths().values()},
         about=about,
-        train=train,
-        data_lines=check_data(job, stages, sequences, train),
+        data_lines=check_data(job, stages, sequences, start.candidate and start.candidate.train),
+        job_toml=job_toml_text(job, about),
     )
 
 
@@ -163,46 +157,11 @@ def shard_model(job: Job, rt: Runtime) -> tuple[ShardedModel, str]:
     attention, kernel = check_device(job, rt.device, rt.param_dtype, rt.world_size)
     net = job.build_on_meta()
     job.optimizer.check(net, rt.mesh.degrees.tp)
-    return parallelize(net, job.loss, rt.mesh, parallel_settings(job, rt, attention)), kernel
-
-
-def layout_settings(job: Job) -> ParallelSettings:
-    """The settings that decide how the model is sharded, as far as the job alone decides them."""
-    return ParallelSettings(
-        parallelism=job.parallelism,
-        activation_checkpoint=job.activation_checkpoint,
-        compile=job.compile,
-        float8=job.float8,
-        moe=job.moe,
-        cpu_offload=job.training.enable_cpu_offload,
+    memory = job.step_memory(net, rt.world_size, rt.param_dtype)
+    settings = replace(
+        memory.settings, parallelism=memory.resolved(rt.mesh, rt.ranks), attention=attention, clock=rt.clock
     )
-
-
-def parallel_settings(job: Job, rt: Runtime, attention: AttentionBackend) -> ParallelSettings:
-    """The settings that decide how the model is sharded and run. Collective."""
-    return replace(
-        layout_settings(job),
-        parallelism=_resolve_reshard(job, rt),
-        attention=attention,
-        param_dtype=rt.param_dtype,
-        reduce_dtype=rt.reduce_dtype,
-        clock=rt.clock,
-    )
-
-
-def _resolve_reshard(job: Job, rt: Runtime) -> Parallelism:
-    """The section [parallelism] with "always" or "never" for a fsdp_reshard_after_forward of "default", and a
-    line in the log. Unchanged on a CPU and without FSDP. Collective: all ranks decide by the memory of the
-    smallest GPU."""
-    is_sharded_on_gpus = rt.device.type == "cuda" and rt.mesh.device_mesh is not None
-    if job.parallelism.fsdp_reshard_after_forward != "default" or not is_sharded_on_gpus:
-        return job.parallelism
-    frees, reason = job.step_memory(rt.world_size, rt.param_dtype).reshard(rt.smallest_memory())
-    action = (
-        "frees gathered weights after the forward" if frees else "keeps gathered weights for the backward"
-    )
-    logger.info(f"FSDP {action}: {reason}")
-    return replace(job.parallelism, fsdp_reshard_after_forward="always" if frees else "never")
+    return parallelize(net, job.loss, rt.mesh, settings), kernel
 
 
 def open_tokenizer(job: Job) -> Tokenizer:
@@ -212,15 +171,14 @@ def open_tokenizer(job: Job) -> Tokenizer:
     return tokenizer
 
 
-def _pinned(job: Job, start: Start) -> list[Source]:
-    """The stream of the job, which is its only source and names the version of its documents, such as a
-    commit: the recorded version for a run that resumes, or else the newest one."""
+def _pinned(stream: Stream, start: Start) -> Source:
+    """The stream of a job, which is its only source, with the version of its documents, such as a commit: the
+    recorded version for a run that resumes, or else the newest one."""
     recorded: dict[str, Any] = {}
-    if isinstance(start, Resume):
+    if start.candidate is not None:
         recorded = toml.parse(start.candidate.job_toml)["data"]["sources"][0]
     with _restartable(start), keys_in("data.sources.0"):
-        assert job.data.stream is not None
-        return [job.data.stream.pinned(recorded)]
+        return stream.pinned(recorded)
 
 
 def _check_labels(job: Job, tokenizer: Tokenizer, start: Start) -> None:
@@ -236,9 +194,9 @@ def _check_initial_weights(job: Job, tokenizer: Tokenizer, start: Start) -> None
     """Raises ConfigError unless the initial weights, which only a new run and runs of adapters need, can be
     read."""
     path = Path(job.checkpoint.initial_load_path)
-    if not job.checkpoint.initial_load_path or (isinstance(start, Resume) and not job.lora.enable):
+    if not job.checkpoint.initial_load_path or (start.candidate is not None and not job.lora.enable):
         return
-    if isinstance(start, Resume):
+    if start.candidate is not None:
         path = locate_base(path, BaseModel.recorded_in(start.candidate.train))
     check_initial(path, ModelAndTokenizer(job.model, tokenizer), is_base=job.lora.enable)
 
@@ -260,7 +218,7 @@ def _restartable(start: Start) -> Iterator[None]:
     try:
         yield
     except Unreadable as e:
-        if not isinstance(start, Resume):
+        if start.candidate is None:
             raise
         raise LoaderError(str(e)) from None
 
@@ -277,74 +235,37 @@ def open_stages(job: Job, num_ranks: int, sequences: RunSequences) -> tuple[Job,
     return resolved, stages
 
 
-def check_same_on_all_ranks(job: Job, identity: dict[str, Any], ranks: Ranks) -> None:
-    """Raises ConfigError on all ranks unless all ranks have the same run identity and skip the same
-    sequences. Collective."""
-    data = {**identity["data"], "skip_sequences": job.data.skipped.as_lists()}
-    own = {**identity, "data": data}
-    first = ranks.from_rank_zero(lambda: own)
-    changes = [
-        f"{key} is {spell(value)} on rank {ranks.rank}, {spell(known)} on rank 0"
-        for key, known, value in differences(first, own)
-    ]
-    if found := ranks.first(changes or None):
-        raise ConfigError(f"data, tokenizer or model differ: {listed(found, separator='; ')}")
-
-
-def last_sequence(job: Job, stages: Stages, step: int, position: int, skipped: SkippedSequences) -> int:
-    """The position in the data order after the last step of a run that has taken `step` steps and is at
-    `position`."""
-    num_left = max(job.training.steps - step, 0)
-    taken = position - skipped.below(position).count()
-    end = stages.step_sizes.without(skipped).position_after(num_left, taken)
-    return skipped.advance(position, end - taken)
-
-
-def check_data(
-    job: Job, stages: Stages, sequences: RunSequences, resumed_train: dict[str, Any] | None
-) -> list[str]:
+def check_data(job: Job, stages: Stages, sequences: RunSequences, train: dict[str, Any] | None) -> list[str]:
     """One line per source on how much of it the whole run reads, one per stage, and one on the sequences that
-    the run skips, if there are any. `resumed_train`: the checkpoint's train.json.
+    the run skips, if there are any. `train`: the train.json of the checkpoint that the run resumes from.
 
-    Raises ConfigError if the global batch size differs from the resumed run's only because the number of
-    ranks does, if the run has trained on sequences that it should skip, if it reads a source for more than
-    its max_epochs, or if it cannot continue a stream on its layout."""
-    sequences.check_resumed(resumed_train)
-    check_global_batch(job, stages.batch_size, resumed_train)
-    skipped = skipped_sequences(job, resumed_train)
-    step, position = (resumed_train["step"], resumed_train["sequences"]) if resumed_train else (0, 0)
-    lines = sequences.describe(last_sequence(job, stages, step, position, skipped))
+    Raises ConfigError as `check_resumed` does, if the run reads a source for more than its max_epochs, or if
+    it cannot continue a stream on its layout."""
+    sequences.check_resumed(train)
+    skipped = check_resumed(job, stages.batch_size, train)
+    step, position = (train["step"], train["sequences"]) if train else (0, 0)
+    lines = sequences.describe(stages.last_sequence(step, position, skipped))
     lines += stages.describe(short_names(job.data.sources))
     if skipped:
         lines.append(f"skipped for good: {_spelled(skipped)}; {skipped.count():,} in all")
     return lines
 
 
-def check_global_batch(job: Job, size: int, resumed_train: dict[str, Any] | None) -> None:
-    """Raises ConfigError if the global batch size differs from the resumed run's only because the number of
-    ranks does. `resumed_train`: the checkpoint's train.json."""
-    before = resumed_train["global_batch_size"] if resumed_train else size
-    if size == before:
-        return
-    if job.training.global_batch_size == -1:
-        raise ConfigError(
-            f"this run takes {before} sequences per step; global_batch_size = -1 would make it {size} here: "
-            f"set --training.global_batch_size={before} to keep it, or ={size} to change it"
-        )
-
-
-def skipped_sequences(job: Job, resumed_train: dict[str, Any] | None) -> SkippedSequences:
+def check_resumed(job: Job, batch_size: int, train: dict[str, Any] | None) -> SkippedSequences:
     """The sequences that the run never trains on: data.skip_sequences, and what the resumed run skips.
-    Raises ConfigError if the run has trained on sequences of data.skip_sequences. `resumed_train`: the
-    checkpoint's train.json."""
-    if resumed_train is None:
+    `batch_size`: training.global_batch_size, with -1 resolved. `train`: the checkpoint's train.json.
+
+    Raises ConfigError if the global batch size differs from the resumed run's only because the number of
+    ranks does, and if the run has trained on sequences of data.skip_sequences."""
+    if train is None:
         return job.data.skipped
-    before, position = SkippedSequences.merge(resumed_train["skipped"]), resumed_train["sequences"]
+    job.training.check_resumed(batch_size, train["global_batch_size"])
+    before, position = SkippedSequences.merge(train["skipped"]), train["sequences"]
     if trained := job.data.skipped.below(position) - before:
         raise ConfigError(
-            f"the run has already trained on {_spelled(trained)}: after step "
-            f"{resumed_train['step']} it continues with sequence {position}. Name later sequences only, or "
-            "go back to a step before them with --checkpoint.load_step",
+            f"the run has already trained on {_spelled(trained)}: after step {train['step']} it continues "
+            f"with sequence {position}. Name later sequences only, or go back to a step before them with "
+            "--checkpoint.load_step",
             "data.skip_sequences",
         )
     return before | job.data.skipped
@@ -359,9 +280,8 @@ def _spelled(skipped: SkippedSequences) -> str:
 
 def open_checkpoints(parts: Parts, start: Start, ranks: Ranks, lock: FolderLock) -> Checkpointer:
     """The checkpoints of the run, whose folder is made and locked. Collective."""
-    job = parts.job
-    distance = job.guard.rewind_distance
-    return Checkpointer(job.checkpoint, parts.identity, parts.job_toml, start, ranks, lock, distance)
+    config, distance = parts.job.checkpoint, parts.job.guard.rewind_distance
+    return Checkpointer(config, parts.identity, parts.job_toml, start, ranks, lock, distance)
 
 
 def load_state(
@@ -378,7 +298,7 @@ def load_state(
         optimizer = job.optimizer.build(model.net, rt.mesh)
         clipper = Clipper(job.training.clip, job.training.max_norm, model.net, optimizer)
         guard = StepGuard(job.guard, rt.device, rt.world_size, parts.stages.loss_changes)
-        state = TrainState(model.net, optimizer, rt.count(0), guard, rt.batch.global_size)
+        state = TrainState(model.net, optimizer, rt.ranks.count(0), guard, rt.batch.global_size)
         state.skipped = job.data.skipped
         load_initial_weights(job, state, checkpoints)
         state.average = WeightAverage(job.ema, model.net)
@@ -427,7 +347,7 @@ def open_meter(parts: Parts, rt: Runtime, resumed_step: int, changes: Sequence[s
         peak_flops=peak_bf16_flops(device_name(rt.device)) if rt.param_dtype == torch.bfloat16 else None,
     )
     is_measured = partial(job.metrics.is_due, last_step=job.training.steps)
-    return Meter(rt.device, sinks, cost, rt.synchronize, rt.clock, is_measured, rt.max, rt.began)
+    return Meter(rt.device, sinks, cost, rt.synchronize, rt.clock, is_measured, rt.ranks.max, rt.began)
 
 
 def write_run_files(parts: Parts, rt: Runtime, resumed_step: int) -> None:
@@ -449,15 +369,15 @@ def write_run_files(parts: Parts, rt: Runtime, resumed_step: int) -> None:
     job.tokenizer.copy_to(job.folder / TOKENIZER)
 
 
-def log_steps(parts: Parts, train: dict[str, Any] | None) -> None:
-    """Log how much of the data the run reads, and the steps that it will take. `train`: the train.json of the
-    checkpoint that was loaded, which is an older one than `assemble` knew if that was damaged."""
+def log_steps(parts: Parts, start: Start, resumed: Candidate | None) -> None:
+    """Log how much of the data the run reads, and the steps that it will take. `resumed`: the checkpoint that
+    was loaded, which is an older one than the one of `start` if that was damaged."""
     job, lines = parts.job, parts.data_lines
-    if train is not parts.train:
-        lines = check_data(job, parts.stages, parts.sequences, train)
+    if resumed is not None and resumed is not start.candidate:
+        lines = check_data(job, parts.stages, parts.sequences, resumed.train)
     for line in lines:
         logger.info(line)
-    step = train["step"] if train else 0
+    step = resumed.step if resumed is not None else 0
     if step < job.training.steps:
         compiling = " (the first one compiles)" if job.compile.enable else ""
         logger.info(f"steps {step + 1} to {job.training.steps}{compiling}")

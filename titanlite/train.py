@@ -9,11 +9,9 @@ NGPU=8 ./run_train.sh CONFIG [--section.key=value ...]       one process per GPU
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 from titanlite.checkpoint.lock import FolderLock
-from titanlite.checkpoint.ranks import TIMEOUT, Ranks
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.overrides import split_arguments
@@ -60,7 +58,7 @@ def train(job: Job) -> int:
     a spike that is to end the run."""
     with (
         stop_requests() as requests,
-        runtime(job.training, job.parallelism, job.comm) as rt,
+        runtime(job.training, job.parallelism, job.comm, job.folder / job.checkpoint.folder) as rt,
         FolderLock(job.folder) as lock,
         build(job, rt, lock) as run,
         run.profiler() as profiler,
@@ -76,24 +74,18 @@ def build(job: Job, rt: Runtime, lock: FolderLock) -> Run:
     Cheap compatibility checks run first; the run folder is not written to until they have passed."""
     use_compile_cache(job.compile.cache_dir, job.compile.enable, rt.device, job.folder)
     model, kernel = shard_model(job, rt)
-    timeout = max(TIMEOUT, timedelta(seconds=job.comm.init_timeout_seconds))
-    ranks = Ranks(job.folder / job.checkpoint.folder, timeout=timeout)
-    start = decide_start(job, ranks, lock)
-    parts = assemble(job, rt.world_size, ranks, start)
-    job, stages = parts.job, parts.stages
-    checkpoints = open_checkpoints(parts, start, ranks, lock)
-    log_start(job, rt, parts.about, parts.sequences, kernel)
+    start = decide_start(job, rt.ranks, lock)
+    parts = assemble(job, rt.world_size, rt.ranks, start)
+    checkpoints = open_checkpoints(parts, start, rt.ranks, lock)
+    log_start(parts.job, rt, parts.about, parts.sequences, kernel)
     state, guard, clipper = load_state(parts, rt, model, checkpoints)
-    changes = log_changes(job, rt, checkpoints.candidate, stages, state)
+    resumed = checkpoints.candidate
+    changes = log_changes(parts.job, rt, resumed, parts.stages, state)
     write_run_files(parts, rt, state.step)
-    log_steps(parts, checkpoints.candidate.train if checkpoints.candidate else None)
+    log_steps(parts, start, resumed)
     return Run(
-        job=job,
+        parts=parts,
         rt=rt,
-        tokenizer=parts.tokenizer,
-        sequences=parts.sequences,
-        stages=stages,
-        tasks=parts.tasks,
         meter=open_meter(parts, rt, state.step, changes),
         loader=open_loader(parts, rt, state),
         model=model,
@@ -120,14 +112,14 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         except (Stopped, LoaderError, ConfigError) as e:
             return run.end_without_data(e, num_steps, requests)
         state.step, num_steps, first_sequence = state.step + 1, num_steps + 1, state.next_sequence
-        set_lr(optimizer, run.stages.lr_factor(state.step, first_sequence))
-        num_targets = rt.count(sum(batch.num_targets for batch in micro_batches))
-        vote = rt.vote(requests.stop, requests.take_save_request(), checkpoints.failed)
+        set_lr(optimizer, run.parts.stages.lr_factor(state.step, first_sequence))
+        num_targets = rt.ranks.count(sum(batch.num_targets for batch in micro_batches))
+        vote = rt.ranks.vote(requests.stop, requests.take_save_request(), checkpoints.failed)
         details = run.token_statistics(step_size)  # None without a detailed report
         loss = model.forward_backward(micro_batches, num_targets, details)
         rt.clock.enter("optimizer")
         norms = grad_norms(model.net, rt.mesh.pp)
-        loss, *sums = rt.sum_scalars(loss, *guard.summands(norms.total))
+        loss, *sums = rt.ranks.sum_scalars(loss, *guard.summands(norms.total))
         next_sequence = loader.state_dict()["sequences"]
         apply = guard.judge(loss, norms.total, sums, state.step, first_sequence, next_sequence, num_targets)
         checkpoints.wait_until_staged()  # a save may still be copying the weights

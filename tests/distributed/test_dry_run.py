@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.support import ranks
@@ -19,7 +20,6 @@ from titanlite.mesh import local_shard
 from titanlite.parallel.dry_run import model_of_rank
 from titanlite.runtime.runtime import runtime
 from titanlite.runtime.signals import stop_requests
-from titanlite.start import layout_settings
 from titanlite.tools.config import build_on_meta, check_inputs, check_layout
 from titanlite.train import build, take_steps
 
@@ -72,7 +72,7 @@ def trained(folder: Path, corpus: Path, keys: list[str]) -> int:
     job = make_job(folder, corpus, *keys, world_size=dist.get_world_size())
     with (
         stop_requests() as requests,
-        runtime(job.training, job.parallelism, job.comm) as rt,
+        runtime(job.training, job.parallelism, job.comm, job.folder) as rt,
         FolderLock(job.folder) as lock,
         build(job, rt, lock) as run,
         run.profiler() as profiler,
@@ -108,7 +108,7 @@ def test_a_sampled_layout(seed: int, tmp_path: Path, corpus: Path) -> None:
         errors = ranks.run(num_ranks, refused, tmp_path, corpus, keys)
         assert all(error.endswith(refusal) for error in errors), errors
         return
-    settings = layout_settings(job)
+    settings = job.parallel_settings(torch.float32)
     wanted = [
         model_of_rank(job.build_on_meta(), job.loss, settings, rank, num_ranks).num_parameters
         for rank in range(num_ranks)
@@ -122,7 +122,7 @@ def failure(folder: Path, corpus: Path, keys: list[str]) -> str:
     try:
         with (
             stop_requests() as requests,
-            runtime(job.training, job.parallelism, job.comm) as rt,
+            runtime(job.training, job.parallelism, job.comm, job.folder) as rt,
             FolderLock(job.folder) as lock,
         ):
             run = build(job, rt, lock)

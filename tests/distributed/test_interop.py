@@ -15,11 +15,11 @@ from tests.support.models import family, hugging_face, tensors_in
 from tests.support.runs import CP, PP, TP, train_on_rank
 from tests.support.tiers import full, sampled
 from titanlite import cli
-from titanlite.checkpoint.ranks import Ranks
 from titanlite.config.component import ConfigError
 from titanlite.interop import initial
 from titanlite.interop.weights import Weights
 from titanlite.models.base import ModelFamily
+from titanlite.ranks import Ranks
 from titanlite.train import train
 
 pytest.importorskip("transformers")

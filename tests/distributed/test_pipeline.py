@@ -16,12 +16,12 @@ from tests.support.gradients import build, gradients, on_rank, uneven_sequences
 from tests.support.tiers import full, sampled
 from titanlite import torch_compat
 from titanlite.checkpoint.commit import CheckpointError
-from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.data.batch import Batch
 from titanlite.parallel import pipeline_parallel
 from titanlite.parallel.fsdp import add_up_gradients
 from titanlite.parallel.pipeline_parallel import STAGES_PER_RANK, ZERO_BUBBLE
+from titanlite.ranks import Ranks
 
 UNTIED = {"tied": False, "layers": 8}
 

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from titanlite.checkpoint import reader
-from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.reader import SafeReader, load_tensors
 from titanlite.checkpoint.save_plan import SavePlans
 from titanlite.checkpoint.writer import ShardWriter
 from titanlite.mesh import local_shard
+from titanlite.ranks import Ranks
 
 pytestmark = pytest.mark.full
 

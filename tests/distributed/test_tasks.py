@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from tests.support.jobs import make_job, metrics_of
 from tests.support.tiers import full
 from titanlite.evaluate import score_tasks
 from titanlite.losses import VocabularyShard
-from titanlite.mesh import Mesh
+from titanlite.ranks import Ranks
 from titanlite.report.page import report
 from titanlite.report.recorded_run import read_run
 from titanlite.tasks.requests import OpenTask, Request
@@ -44,21 +44,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 CASES = [name if name == "tp 2" else full(name) for name in LAYOUTS]
 
 
-@dataclass
-class Ranks:
-    """The part of Runtime that validation uses."""
-
-    mesh: Mesh
-    rank: int
-    device: torch.device
-
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Summed over all ranks, in place."""
-        if dist.is_initialized():
-            dist.all_reduce(value)
-        return value
-
-
 def scores(world_size: int, layout: dict[str, Any]) -> np.ndarray:
     """The scores of 23 requests. Every second one asks for the model's most likely token."""
     rank = dist.get_rank() if world_size > 1 else 0
@@ -71,7 +56,9 @@ def scores(world_size: int, layout: dict[str, Any]) -> np.ndarray:
             tokens.append(int(last.argmax()))
         requests.append(Request(tokens, 1 if i % 2 else 2))
     task = OpenTask(Task(name="t", path="t.jsonl"), [Question("", ("x",), None, 1)], requests)
-    runtime: Any = Ranks(model.mesh, rank, torch.device("cpu"))
+    runtime: Any = SimpleNamespace(
+        mesh=model.mesh, rank=rank, device=torch.device("cpu"), ranks=Ranks(Path())
+    )
     return score_tasks(model, [task], VOCAB_SIZE, 64, runtime)[0]
 
 

@@ -17,7 +17,7 @@ import torch
 
 from titanlite.config.component import check_at_least
 from titanlite.metrics.metric import MeasuredRun, Metric, OpenMetric, StepResult
-from titanlite.runtime.runtime import Runtime
+from titanlite.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +35,14 @@ class RepeatedTokens(Metric, name="repeated_tokens"):
         check_at_least(self, 1, "distance")
 
     def build(self, run: MeasuredRun) -> OpenMetric:
-        return OpenRepeatedTokens(run.rt, self.distance)
+        return OpenRepeatedTokens(run.rt.ranks, self.distance)
 
 
 class OpenRepeatedTokens(OpenMetric):
     """Counts on each rank, and adds up over the data-parallel ranks."""
 
-    def __init__(self, rt: Runtime, distance: int):
-        self.rt, self.distance = rt, distance
+    def __init__(self, ranks: Ranks, distance: int):
+        self.ranks, self.distance = ranks, distance
 
     def measure(self, step: StepResult) -> dict[str, float]:
         repeated = tokens = 0
@@ -52,4 +52,4 @@ class OpenRepeatedTokens(OpenMetric):
                 is_repeated[:, shift:] |= batch.inputs[:, shift:] == batch.inputs[:, :-shift]
             repeated += int(is_repeated.sum())
             tokens += batch.inputs.numel()
-        return {"text/repeated_tokens": self.rt.count(repeated).item() / self.rt.count(tokens).item()}
+        return {"text/repeated_tokens": self.ranks.count(repeated).item() / self.ranks.count(tokens).item()}

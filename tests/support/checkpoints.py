@@ -16,11 +16,11 @@ from torch.distributed.fsdp import fully_shard
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.lock import FolderLock
-from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.start import Start, check_run_identity, decide
 from titanlite.checkpoint.state import TrainState
 from titanlite.metrics.spikes import SpikeDetector
+from titanlite.ranks import Ranks
 
 GUARD = {
     "streak": 0,

@@ -19,7 +19,7 @@ class FakeRanks:
     """A rank that has no others, unless `floats` and `values` give the values of all ranks."""
 
     rank: int = 0
-    world_size: int = 1
+    size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     floats: Callable[[], list[list[float]]] | None = None
     values: Sequence[Any] | None = None
@@ -29,7 +29,7 @@ class FakeRanks:
         """`value`: the only summand."""
         return value
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """The values of all ranks."""
         return [value] if self.values is None else list(self.values)
 

@@ -142,7 +142,7 @@ def weights_sha(job: Job) -> str:
     """SHA-256 of the initial weights, their names and shapes. Trains nothing."""
     digest = hashlib.sha256()
     with (
-        runtime(job.training, job.parallelism, job.comm) as rt,
+        runtime(job.training, job.parallelism, job.comm, job.folder) as rt,
         FolderLock(job.folder) as lock,
         build(job, rt, lock) as run,
     ):

@@ -35,11 +35,11 @@ SAVE = {
     "P0 agreed": Point("checkpointer:Checkpointer.save", during="save", shared=True),
     "P1 before begin": Point("commit:begin"),
     "P1 begun": Point("commit:begin", "after"),
-    "P1 agreed": Point("ranks:Ranks.from_rank_zero", "after", shared=True),
+    "P1 agreed": Point("titanlite.ranks:Ranks.from_rank_zero", "after", shared=True),
     "P2 before the copy": Point("staging:HostBuffers.copy", during="save", shared=True),
     "P2 in the copy": Point("staging:HostBuffers._on_host", "after", 9, during="save", shared=True),
     "P2 copied": Point("staging:HostBuffers.copy", "after", during="save", shared=True),
-    "P2 all copied": Point("ranks:Ranks.first", "after", shared=True),
+    "P2 all copied": Point("titanlite.ranks:Ranks.first", "after", shared=True),
     "P3 planned": Point("writer:ShardWriter.prepare_local_plan", "after", shared=True),
     "P3 before the shards": Point("writer:ShardWriter.write_data", shared=True),
     "P3 second file": Point("writer:ShardWriter.write_file", "before", 2, shared=True),
@@ -48,8 +48,8 @@ SAVE = {
     "P3 after fsync": Point("os:fsync", "after", shared=True),
     "P3 before the folder's fsync": Point(SYNC, shared=True),
     "P3 shards written": Point("writer:ShardWriter.write_data", "after", shared=True),
-    "P4 before the results": Point("ranks:Ranks.gather", shared=True),
-    "P4 results gathered": Point("ranks:Ranks.gather", "after", shared=True, late=True),
+    "P4 before the results": Point("titanlite.ranks:Ranks.gather", shared=True),
+    "P4 results gathered": Point("titanlite.ranks:Ranks.gather", "after", shared=True, late=True),
     "P4 before .metadata": Point("writer:ShardWriter.finish", late=True),
     "P4 half of .metadata": Point("digest:HashingFile.write", "half", 1, META, late=True),
     "P4 .metadata unnamed": Point("writer:HashingFileSystem.rename", late=True),
@@ -64,7 +64,7 @@ SAVE = {
     "P6 before the rename": Point("os:rename", "before", 1, FINAL, late=True),
     "P6 renamed": Point("os:rename", "after", 1, FINAL, commits=True),
     "P6 parent synced": Point(SYNC, "after", 3, commits=True),
-    "P7 agreed": Point("ranks:Ranks.from_rank_zero", "after", 2, shared=True, commits=True),
+    "P7 agreed": Point("titanlite.ranks:Ranks.from_rank_zero", "after", 2, shared=True, commits=True),
     "P7 written": Point("saver:Saver._save", "after", shared=True, commits=True),
     "P8 before retention": Point("commit:retain", commits=True, step=6),
     "P8 before .trash": Point("os:rename", "before", 1, TRASH, commits=True, step=6),
@@ -80,7 +80,7 @@ ERRORS = {
 } | {
     name: replace(point, action="error")
     for name, point in SAVE.items()
-    if point.during == "write" and not point.target.startswith("ranks:") and point.step == 4
+    if point.during == "write" and not point.target.startswith("titanlite.ranks:") and point.step == 4
     if name not in ("P1 begun", "P7 written")
 }
 RESOLVE = "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.resolve_tensor"

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from titanlite.checkpoint.ranks import Ranks
+from titanlite.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 # Llama 3 405B
@@ -64,7 +64,7 @@ class SimulatedRank(Ranks):
 
     def __init__(self, rank: int, size: int, mail: dict[tuple[int, int], bytes]):
         super().__init__(Path(), alone=True)
-        self.distributed, self.rank, self.size, self.mail = True, rank, size, mail
+        self.rank, self.size, self.mail = rank, size, mail
 
     def _send(self, value: Any, rank: int) -> None:
         self.mail[self.rank, rank] = pickle.dumps(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import count, islice
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +21,6 @@ from titanlite.optim.piecewise import Piecewise
 from titanlite.optim.warmup_stable_decay import WarmupStableDecay
 from titanlite.runtime.training import BatchRamp, Training
 from titanlite.stages import Stage, Stages, check_sources_are_read, check_stages, count_ends, uncounted_ends
-from titanlite.start import last_sequence
 
 END = Stage(until="end")
 CONSTANT = Piecewise(points=[[0.0, 1.0]])
@@ -257,8 +255,8 @@ class Plan(NamedTuple):
     batch_size: int
     skipped: SkippedSequences
 
-    def opened(self) -> Stages:
-        return opened(self.stages, self.batch_size, batch_ramp=self.ramp)
+    def opened(self, **training: Any) -> Stages:
+        return opened(self.stages, self.batch_size, batch_ramp=self.ramp, **training)
 
     def mixture(self) -> Mixture:
         weights = [stage.weights or [1.0] * len(self.sizes) for stage in self.stages]
@@ -358,8 +356,8 @@ def test_every_step_takes_its_sequences_on_any_ranks_and_after_any_interruption(
 def test_the_end_of_a_run_counts_the_skipped_sequences(plan: Plan, before: int, after: int) -> None:
     numbers = [step for step, _ in expected_steps(plan, before + after)]
     first, end = ([0, *(step[-1] + 1 for step in numbers)][i] for i in (before, before + after))
-    job: Any = SimpleNamespace(training=Training(steps=before + after + 1))
-    assert last_sequence(job, plan.opened(), before + 1, first, plan.skipped) == end
+    stages = plan.opened(steps=before + after + 1)
+    assert stages.last_sequence(before + 1, first, plan.skipped) == end
 
 
 def test_control_the_epochs_of_sources_counted_from_zero_are_found() -> None:

@@ -16,7 +16,7 @@ from tests.support.jobs import make_job
 from titanlite import cli
 from titanlite.config.component import ConfigError
 from titanlite.job import load_job
-from titanlite.start import skipped_sequences
+from titanlite.start import check_resumed
 from titanlite.train import train
 
 AUTO = "--lr_scheduler.warmup_steps=-1"
@@ -34,7 +34,17 @@ SHAPE = "vocab_size=8192 dim=32 n_layers=2 n_heads=4 n_kv_heads=2 head_dim=8 hid
 def test_the_sequences_that_cannot_be_skipped_any_more(tmp_path: Path, trained: list, text: str) -> None:
     job = make_job(tmp_path, tmp_path, f"--data.skip_sequences={trained}")
     with pytest.raises(ConfigError, match=f"^the run has already trained on {text}"):
-        skipped_sequences(job, {"skipped": [], "sequences": 9, "step": 1})
+        check_resumed(job, 8, {"skipped": [], "sequences": 9, "step": 1, "global_batch_size": 8})
+
+
+def test_a_global_batch_changes_only_if_the_file_says_so(tmp_path: Path) -> None:
+    train_json = {"skipped": [], "sequences": 8, "step": 1, "global_batch_size": 8}
+    follows = make_job(tmp_path, tmp_path, "--training.global_batch_size=-1")
+    message = r"takes 8 sequences per step; global_batch_size = -1 would make it 4 here"
+    with pytest.raises(ConfigError, match=message):
+        check_resumed(follows, 4, train_json)
+    check_resumed(follows, 8, train_json)
+    check_resumed(make_job(tmp_path, tmp_path, "--training.global_batch_size=4"), 4, train_json)
 
 
 def test_a_resume_opens_each_small_file_of_its_checkpoint_once(tmp_path: Path, corpus: Path) -> None:

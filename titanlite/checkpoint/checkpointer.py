@@ -15,7 +15,6 @@ from titanlite.checkpoint import commit, last_commit, resume
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.last_commit import LastCommit
 from titanlite.checkpoint.lock import FolderLock
-from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.reader import MisfitError, load_tensors
 from titanlite.checkpoint.resume import Candidate, Fault
 from titanlite.checkpoint.run_identity import OPTIMIZER, check_optimizer
@@ -35,6 +34,7 @@ from titanlite.config.component import ConfigError
 from titanlite.errors import Diverged
 from titanlite.log import logger
 from titanlite.optim.base import make_state
+from titanlite.ranks import Ranks
 
 
 def steps_for_rewind(healthy: Sequence[int], last_step: int) -> set[int]:

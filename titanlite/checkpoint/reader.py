@@ -26,12 +26,12 @@ from torch.futures import Future
 
 from titanlite.checkpoint.commit import CheckpointError, Manifest, read_file
 from titanlite.checkpoint.file_system import HashingFileSystem
-from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.state import Tensors, flattened, listed
 from titanlite.files import FileFault
 from titanlite.log import logger
 from titanlite.mesh import local_shard, replica_group
 from titanlite.optim.base import CLIP_NORM
+from titanlite.ranks import Ranks
 from titanlite.storage import storage_of
 
 THREADS = 4  # each holds one tensor in host memory while it is copied to the device

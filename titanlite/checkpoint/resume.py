@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import SHARD_SUFFIX, CheckpointError, Manifest
 from titanlite.checkpoint.digest import FileDigest, first_fault, write_file
-from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.state import AVERAGED_FROM, TRAIN, read_train
 from titanlite.config.component import ConfigError
 from titanlite.files import is_file_error
 from titanlite.log import logger
+from titanlite.ranks import Ranks
 from titanlite.storage import storage_of
 
 

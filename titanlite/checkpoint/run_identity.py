@@ -15,7 +15,9 @@ from typing import Any
 from titanlite.checkpoint.state import listed
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
+from titanlite.data.skips import SkippedSequences
 from titanlite.optim.base import CLIP_NORM
+from titanlite.ranks import Ranks
 from titanlite.storage import storage_of
 
 STAGES, FIRST = "stages", "first_sequence"
@@ -29,6 +31,19 @@ LORA = "lora"  # the table of adapters
 OPTIMIZER = "optimizer"  # in allow_changed: the optimizer's state may differ; no key of the run identity
 WITHOUT_STATE = ("optimizer.lr", "optimizer.weight_decay", "optimizer.param_groups")  # add no state
 ABSENT = object()
+
+
+def check_same_on_all_ranks(identity: dict[str, Any], skipped: SkippedSequences, ranks: Ranks) -> None:
+    """Raises ConfigError on all ranks unless all ranks have the same run identity and skip the same
+    sequences. `skipped`: data.skip_sequences. Collective."""
+    own = {**identity, "data": {**identity["data"], "skip_sequences": skipped.as_lists()}}
+    first = ranks.from_rank_zero(lambda: own)
+    changes = [
+        f"{key} is {spell(value)} on rank {ranks.rank}, {spell(known)} on rank 0"
+        for key, known, value in differences(first, own)
+    ]
+    if found := ranks.first(changes or None):
+        raise ConfigError(f"data, tokenizer or model differ: {listed(found, separator='; ')}")
 
 
 def read_identity(path: PurePath) -> dict[str, Any]:

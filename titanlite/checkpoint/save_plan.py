@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import FileDigest
-from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.state import Tensors
 from titanlite.checkpoint.writer import ShardWriter
+from titanlite.ranks import Ranks
 
 
 class ShardOwners(NamedTuple):

@@ -19,13 +19,13 @@ from titanlite import __version__
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import gib
-from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.save_plan import SavePlans, WriteReport
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.staging import HostBuffers, same_device
 from titanlite.checkpoint.state import Tensors, total_bytes
 from titanlite.checkpoint.writer import ShardWriter
 from titanlite.log import logger
+from titanlite.ranks import Ranks
 from titanlite.storage import storage_of
 
 MAX_FAILURES = 3  # failed saves in a row after which the run ends

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import Any, ClassVar
 
 from titanlite.checkpoint import commit, last_commit
 from titanlite.checkpoint.commit import CheckpointError
@@ -30,11 +30,14 @@ class New:
     checkpoint, or None."""
 
     identity: dict[str, Any] | None = None
+    candidate: ClassVar[None] = None
 
 
 @dataclass(frozen=True)
 class Restart:
     """The run starts at step 1, and the earlier run in the folder is archived."""
+
+    candidate: ClassVar[None] = None
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from titanlite.checkpoint.ranks import Ranks
 from titanlite.config.component import ConfigError
 from titanlite.data.skips import SkippedSequences
 from titanlite.mesh import local_shard
 from titanlite.models.base import is_adapter
 from titanlite.optim.ema import WeightAverage
+from titanlite.ranks import Ranks
 from titanlite.storage import storage_of
 from titanlite.torch_compat import foreach_norm, is_persistent, plain_tensor
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from titanlite.checkpoint.resume import Candidate
-from titanlite.checkpoint.start import Resume, check_run_identity, decide
+from titanlite.checkpoint.start import check_run_identity, decide
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import ALLOW_IMPORTS
@@ -23,7 +23,7 @@ from titanlite.job import Job, load_job
 from titanlite.log import tell
 from titanlite.options import take_flag, take_numbers
 from titanlite.stages import Stages
-from titanlite.start import check_data, last_sequence, open_stages, open_tokenizer
+from titanlite.start import check_data, open_stages, open_tokenizer
 from titanlite.table import table
 from titanlite.tools.verbs import shown_config
 
@@ -133,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
 def _plan(job: Job, path: str, ranks: int | None) -> tuple[Plan, ConfigError | None]:
     """The plan, and why a run would refuse the job, if it would."""
     start = decide(job.checkpoint, job.folder)
-    candidate = start.candidate if isinstance(start, Resume) else None
+    candidate = start.candidate
     if ranks is None:
         ranks = max(job.parallelism.fewest_ranks, candidate.manifest["ranks"] if candidate else 1)
     job.check(ranks)
@@ -181,7 +181,7 @@ class _Planner:
                 "stage": stages.number_at(position) + 1,
                 "planned_step": stages.steps_before(position),
             }
-        self.end = last_sequence(job, stages, step, position, skipped)
+        self.end = stages.last_sequence(step, position, skipped)
         self.num_skipped = skipped.below(self.end).count()
 
     def plan(self, path: str, ranks: int) -> Plan:

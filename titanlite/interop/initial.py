@@ -12,7 +12,6 @@ from torch import nn
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
-from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.resume import Verification
 from titanlite.checkpoint.state import BaseModel, listed, model_tensors, non_finite
 from titanlite.config.component import ConfigError
@@ -27,6 +26,7 @@ from titanlite.interop.weights import (
 )
 from titanlite.log import logger
 from titanlite.models.base import ModelFamily
+from titanlite.ranks import Ranks
 
 KEY = "checkpoint.initial_load_path"
 TO_CHANGE_IT = "to change the tokenizer, start from a directory made by `titanlite export`"

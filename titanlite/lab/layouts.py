@@ -11,7 +11,6 @@ from titanlite.lab.cards import GIB, Cluster
 from titanlite.lab.memory import OUTSIDE, RankMemory, at_most, rank_memory
 from titanlite.lab.planned import PlannedRun
 from titanlite.lab.step_time import StepTime, step_time
-from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.parallelism import EXPERT_KEY, Degrees, Parallelism
 from titanlite.parallelism import KEYS as DEGREE_KEYS
 
@@ -35,15 +34,14 @@ class Layout:
 
     def overrides(self, given: PlannedRun) -> list[str]:
         """The command-line overrides that change the `given` run into this layout."""
-        parallelism, training, checkpoint = "parallelism", "training", "activation_checkpoint"
         old, new = dict[str, Any](), dict[str, Any]()
         for values, run in ((old, given), (new, self.run)):
-            values |= {f"{parallelism}.{key}": degree for key, degree in zip(DEGREE_KEYS, run.degrees)}
-            for section, key in (
-                (parallelism, EXPERT_KEY), (parallelism, "fsdp_reduce"), (training, "global_batch_size"),
-                (training, "local_batch_size"), (checkpoint, "mode"),
-            ):  # fmt: skip
-                values[f"{section}.{key}"] = getattr(getattr(run, section), key)
+            parallelism, training = run.settings.parallelism, run.training
+            values |= {f"parallelism.{key}": degree for key, degree in zip(DEGREE_KEYS, run.degrees)}
+            values |= {f"parallelism.{key}": getattr(parallelism, key) for key in (EXPERT_KEY, "fsdp_reduce")}
+            values["training.global_batch_size"] = training.global_batch_size
+            values["training.local_batch_size"] = training.local_batch_size
+            values["activation_checkpoint.mode"] = run.settings.activation_checkpoint.mode
         return [f"--{key}={value}" for key, value in new.items() if old[key] != value]
 
 
@@ -81,10 +79,10 @@ def search(
     `refusal`: why a job cannot use a run's layout, or None. Layouts keep the global batch."""
     best, refused = list[Layout](), list[Refused]()
     for degrees, expert_degree in _degrees(given, cluster):
-        parallelism = replace(given.parallelism, expert_parallel_degree=expert_degree)
+        parallelism = replace(given.settings.parallelism, expert_parallel_degree=expert_degree)
+        changed = replace(given, settings=replace(given.settings, parallelism=parallelism))
         of_modes = [
-            _largest(replace(given, parallelism=parallelism), degrees, mode, cluster, refusal)
-            for mode in ("none", "selective", "full")
+            _largest(changed, degrees, mode, cluster, refusal) for mode in ("none", "selective", "full")
         ]
         fitting = [layout for layout in of_modes if isinstance(layout, Layout)]
         if fitting:
@@ -123,22 +121,22 @@ def _largest(
 
 
 def _changed(given: PlannedRun, degrees: Degrees, mode: str, size: int) -> PlannedRun:
+    settings = given.settings
     parallelism: Parallelism = replace(
-        given.parallelism,
+        settings.parallelism,
         pipeline_parallel_degree=degrees.pp,
         data_parallel_replicate_degree=degrees.dp_replicate,
         data_parallel_shard_degree=degrees.dp_shard,
         context_parallel_degree=degrees.cp,
         tensor_parallel_degree=degrees.tp,
-        fsdp_reduce="step" if degrees.pp > 1 else given.parallelism.fsdp_reduce,
+        fsdp_reduce="step" if degrees.pp > 1 else settings.parallelism.fsdp_reduce,
     )
-    checkpoint: ActivationCheckpoint = replace(given.activation_checkpoint, mode=mode)  # type: ignore[arg-type]
+    checkpoint = replace(settings.activation_checkpoint, mode=mode)  # type: ignore[arg-type]
     training = replace(given.training, local_batch_size=size, global_batch_size=given.global_batch)
     return replace(
         given,
         degrees=degrees,
-        parallelism=parallelism,
-        activation_checkpoint=checkpoint,
+        settings=replace(settings, parallelism=parallelism, activation_checkpoint=checkpoint),
         training=training,
     )
 

@@ -63,7 +63,7 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
         return start_ranks(launcher, ["tune", *words])
     try:
         gpus, one_rank = _num_gpus(job, ranks), _on_one_rank(job)
-        with runtime(one_rank.training, one_rank.parallelism, job.comm) as rt:
+        with runtime(one_rank.training, one_rank.parallelism, job.comm, job.folder) as rt:
             use_compile_cache(job.compile.cache_dir, job.compile.enable, rt.device, job.folder)
             measurement = _measure(one_rank, options.config, rt)
     except ConfigError as e:
@@ -139,13 +139,13 @@ def _device_speeds(rt: Runtime) -> tuple[float, float]:
     flops = 2 * n**3 / seconds_of(partial(torch.mm, a, a), rt.synchronize)
     x = torch.zeros(num_bytes // 4, device=rt.device)
     rate = 2 * num_bytes / seconds_of(partial(torch.empty_like(x).copy_, x), rt.synchronize)
-    flops, rate = (min(of_ranks) for of_ranks in zip(*rt.gather_floats([flops, rate])))
+    flops, rate = (min(of_ranks) for of_ranks in zip(*rt.ranks.gather_floats([flops, rate])))
     return flops, rate
 
 
 def _slowest(rt: Runtime, *seconds: float) -> list[float]:
     """The longest of each time on all ranks. Collective."""
-    return [max(of_ranks) for of_ranks in zip(*rt.gather_floats(seconds))]
+    return [max(of_ranks) for of_ranks in zip(*rt.ranks.gather_floats(seconds))]
 
 
 def _card(device: torch.device, matmul_flops: float, memory_rate: float) -> Card:
@@ -212,7 +212,7 @@ def _timed(job: Job, rt: Runtime, num_blocks: int) -> tuple[float, float]:
     if job.data.mask_documents:
         batches = [_one_document(batch) for batch in batches]
     trial = SmallRun(job.loss, training, batches, training.seed, rt.device)
-    settings = start.parallel_settings(cut, rt, attention)
+    settings = replace(cut.parallel_settings(rt.param_dtype), attention=attention, clock=rt.clock)
     gc.collect()  # the model before may be in a cycle, and hold the device's memory
     try:
         times = time_steps(net, trial, settings, job.optimizer, job.ema)

@@ -88,9 +88,10 @@ class _Step:
 
     def __init__(self, run: PlannedRun, pp_rank: int, frees: bool):
         self.run, self.pp_rank, self.frees = run, pp_rank, frees
-        self.parameters = rank_parameters(run.parameters, run.parallelism, run.degrees, pp_rank)
+        self.dtype_size = run.settings.param_dtype.itemsize  # bytes of a number in the computation
+        self.parameters = rank_parameters(run.parameters, run.settings.parallelism, run.degrees, pp_rank)
         self.units, self.blocks = self.parameters.units, list(self.parameters.blocks.values())
-        by_block = kept_by_block(run.shape, run.activation_checkpoint, len(run.net.blocks()))
+        by_block = kept_by_block(run.shape, run.settings.activation_checkpoint, len(run.net.blocks()))
         self.kept: list[Kept] = [by_block[i] for i in self.parameters.blocks]
         # Sums over the first blocks, from no block to all of them.
         self.kept_of_first = _sums(kept.kept for kept in self.kept)
@@ -99,9 +100,7 @@ class _Step:
         self.sharded_gradients_of_first = _sums(block.sharded_gradient for block in self.blocks)
         self.gradients_of_first = _sums(block.gradient for block in self.blocks)
         self.is_accumulating = run.num_micro_batches > 1
-        self.reduces_each = run.parallelism.fsdp_reduce == "micro_batch" or (
-            run.training.mixed_precision_reduce != "float32"
-        )
+        self.reduces_each = run.settings.reduces_every_micro_batch
 
     def memory(self) -> RankMemory:
         return RankMemory(self.pp_rank, self.parameters, list(self._moments()))
@@ -123,13 +122,13 @@ class _Step:
         run, units = self.run, self.units
         base = dict.fromkeys(KINDS, 0.0)
         base["workspace"] = CUBLAS_WORKSPACE
-        if not run.training.enable_cpu_offload:
+        if not run.settings.cpu_offload:
             average = sum(u.sharded_gradient for u in units) * run.ema.enable
             base["weights"] = 4.0 * (sum(u.sharded for u in units) + average)
             base["optimizer"] = sum(u.state_bytes for u in units)
         for kind, size in sizes.items():
             base[kind] += size
-        if run.training.enable_cpu_offload:
+        if run.settings.cpu_offload:
             base["gradients"] = 0.0  # moved to the host as soon as they are reduced
         return Moment(name, base)
 
@@ -175,9 +174,7 @@ class _Step:
         """The gradient of the embedding's output in fp32, and the embedding's own."""
         run, unit = self.run, self.parameters.embedding or self.parameters.root
         assert unit is not None
-        workspace = (
-            self._reduction(unit) + run.param_dtype.itemsize * unit.gradient if run.is_sharded else 0.0
-        )
+        workspace = self._reduction(unit) + self.dtype_size * unit.gradient if run.is_sharded else 0.0
         return {
             "activations": 6.0 * run.tokens * run.net.config.dim / run.degrees.tp,
             "gradients": self._gradients(len(self.blocks)),
@@ -226,9 +223,9 @@ class _Step:
 
     def _gathered(self, unit: Unit) -> float:
         """Bytes of a unit that FSDP has gathered."""
-        size = self.run.param_dtype.itemsize
+        size = self.dtype_size
         ends = (self.parameters.embedding, self.parameters.head, self.parameters.root)
-        if self.run.float8.gathers_float8 and not any(unit is end for end in ends):
+        if self.run.settings.float8.gathers_float8 and not any(unit is end for end in ends):
             return float(unit.matrices + size * (unit.gathered - unit.matrices))
         return float(size * unit.gathered)
 
@@ -261,33 +258,32 @@ class _Step:
         held = self._gathered(root) if root else 0.0
         return held + (self._gathered(embedding) if embedding and not self.frees else 0.0)
 
+    @property
+    def _keeps_casts(self) -> bool:
+        """Whether autograd keeps bf16 copies of the matrices for the backward, as in a single process. In
+        float8 none is kept: llama3_1b_float8_h200_b16_torchtitan.json."""
+        settings = self.run.settings
+        return not (self.run.is_sharded or settings.param_dtype == torch.float32 or settings.float8.enable)
+
     def _casts(self, num_blocks: int) -> float:
-        """bf16 copies of the matrices of a single process, which autograd keeps for the backward. In float8
-        none is kept: llama3_1b_float8_h200_b16_torchtitan.json."""
-        if self.run.is_sharded or self.run.param_dtype == torch.float32 or self.run.float8.enable:
-            return 0.0
-        return self.run.param_dtype.itemsize * self.casts_of_first[num_blocks]
+        """bf16 copies of the matrices, if they are kept."""
+        return self.dtype_size * self.casts_of_first[num_blocks] if self._keeps_casts else 0.0
 
     def _repeated_casts(self, i: int) -> float:
         """Copies that the repeated forward of block i makes again."""
-        if self.run.is_sharded or self.run.param_dtype == torch.float32 or self.run.float8.enable:
+        if not self._keeps_casts:
             return 0.0
-        return self.run.param_dtype.itemsize * (1 - self.kept[i].casts) * self.blocks[i].matrices
+        return self.dtype_size * (1 - self.kept[i].casts) * self.blocks[i].matrices
 
     # ---- activations
 
     def _activations(self, num_blocks: int) -> float:
         """Bytes that the first blocks keep, and all blocks of the other micro-batches in flight."""
         run = self.run
-        schedule = run.parallelism.pipeline_parallel_schedule
+        schedule = run.settings.parallelism.pipeline_parallel_schedule
         others = in_flight(schedule, self.pp_rank, run.degrees.pp, run.num_micro_batches) - 1
         kept = self.kept_of_first
-        sent = (
-            self._num_pipeline_buffers()
-            * run.num_micro_batches
-            * run.net.config.dim
-            * run.param_dtype.itemsize
-        )
+        sent = self._num_pipeline_buffers() * run.num_micro_batches * run.net.config.dim * self.dtype_size
         return run.tokens * (kept[num_blocks] + others * kept[-1] + sent / run.degrees.tp)
 
     def _num_pipeline_buffers(self) -> int:
@@ -295,7 +291,7 @@ class _Step:
         hidden states that a stage receives, one for their gradients (layouts_8b_h200x2_32768.json)."""
         if self.run.degrees.pp == 1:
             return 0
-        num_stages = STAGES_PER_RANK[self.run.parallelism.pipeline_parallel_schedule]
+        num_stages = STAGES_PER_RANK[self.run.settings.parallelism.pipeline_parallel_schedule]
         num_ends = (self.parameters.embedding is not None) + (self.parameters.head is not None)
         return 2 * num_stages - num_ends
 
@@ -303,7 +299,7 @@ class _Step:
         """The last hidden states. The final norm, which is not compiled, keeps its input in fp32. Its output,
         of which tensor parallel gathers all tokens, and with the chunked loss its gradient are in the compute
         dtype."""
-        run, size = self.run, self.run.param_dtype.itemsize
+        run, size = self.run, self.dtype_size
         copies = 2 if self._is_chunked else 1
         return run.tokens * run.net.config.dim * (4 / run.degrees.tp + copies * size)
 
@@ -319,17 +315,17 @@ class _Step:
         gradient (memory_h200.json). Uncompiled, log-softmax is in fp32, and torch first casts its input
         (lora_memory_h200.json). Of all logits at once its output, its gradient and the gradient of its input
         are there together, before the head's gradient (blind_points_h200.json)."""
-        run, size = self.run, self.run.param_dtype.itemsize
+        run, size = self.run, self.dtype_size
         vocabulary, d = run.net.vocab_size / run.degrees.tp, run.net.config.dim
         weight = vocabulary * d
         cast = 0.0 if run.is_sharded or size == 4 else size * weight
         if not self._is_chunked:
-            if not run.compile.enable:
+            if not run.settings.compile.enable:
                 return run.tokens * vocabulary * 12 + cast
             return run.tokens * vocabulary * size + cast + size * weight
         chunks = max(run.loss.num_chunks(run.tokens), 1)
         per_logit = size
-        if not run.compile.enable and run.degrees.tp == 1:
+        if not run.settings.compile.enable and run.degrees.tp == 1:
             per_logit += 4 if size == 4 else 8
         chunk = -(-run.tokens // chunks)
         return chunk * (vocabulary * per_logit + d * size) + 4 * weight + cast

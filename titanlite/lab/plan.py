@@ -146,8 +146,8 @@ def _refusal(job: Job) -> Callable[[PlannedRun], str | None]:
         changed = replace(
             job,
             training=run.training,
-            parallelism=run.parallelism,
-            activation_checkpoint=run.activation_checkpoint,
+            parallelism=run.settings.parallelism,
+            activation_checkpoint=run.settings.activation_checkpoint,
         )
         try:
             changed.check(math.prod(run.degrees))
@@ -257,7 +257,7 @@ def _guess(job: Job, run: PlannedRun, measurement: Measurement | None) -> list[s
     """Why the step time of a layout of the job is a guess; empty: it is none."""
     if measurement is None:
         return guesses(run)
-    changed = replace(job, training=run.training, activation_checkpoint=run.activation_checkpoint)
+    changed = replace(job, training=run.training, activation_checkpoint=run.settings.activation_checkpoint)
     return guesses(run, measurement.changed(decisive_keys(changed)))
 
 
@@ -276,7 +276,7 @@ def _notes(
         if cluster.card.name == "H100":  # benchmarks/results/plan_errors.json
             evidence = "seven runs on H100 took 0.90 to 1.01 times as long"
         notes.append(f"step time takes the shares of the peaks that H200 reaches; {evidence}")
-    if run.activation_checkpoint.mode == "memory_budget":
+    if run.settings.activation_checkpoint.mode == "memory_budget":
         notes.append("activations under memory_budget are interpolated: the compiler chooses them")
     if text := too_many_shards(run.degrees):
         notes.append(text)
@@ -298,7 +298,7 @@ def _row(layout: Layout, given: PlannedRun, tokens: int) -> dict[str, Any]:
     return {
         "layout": layout.run.layout,
         "local_batch_size": layout.run.training.local_batch_size,
-        "activation_checkpoint": layout.run.activation_checkpoint.mode,
+        "activation_checkpoint": layout.run.settings.activation_checkpoint.mode,
         "peak_allocated_gib": layout.peak_gib,
         "step_s": layout.time.seconds,
         "hours": tokens / layout.time.tokens_per_second / 3600,

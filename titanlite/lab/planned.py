@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from titanlite.attention.auto import Auto
-from titanlite.attention.base import AttentionBackend
 from titanlite.job import Job
 from titanlite.lab.activations import BlockShape
 from titanlite.lab.sharding import Parameter, parameters_of
@@ -17,11 +15,9 @@ from titanlite.losses import Loss
 from titanlite.models.base import Decoder
 from titanlite.optim.base import Optimizer
 from titanlite.optim.ema import EMA
-from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
-from titanlite.parallel.compile import Compile
-from titanlite.parallel.float8 import Float8
 from titanlite.parallel.reshard import StepMemory
-from titanlite.parallelism import Degrees, Parallelism
+from titanlite.parallel.settings import ParallelSettings
+from titanlite.parallelism import Degrees
 from titanlite.runtime.training import BatchLayout, Training
 
 MAX_BLOCKS = 1000  # of a planned model: one with more takes minutes
@@ -40,19 +36,14 @@ class PlannedRun:
     degrees: Degrees
     optimizer: Optimizer
     loss: Loss
-    parallelism: Parallelism = field(default_factory=Parallelism)
-    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
-    compile: Compile = field(default_factory=Compile)
-    float8: Float8 = field(default_factory=Float8)
-    ema: EMA = field(default_factory=EMA)
-    attention: AttentionBackend = field(default_factory=Auto)
-    param_dtype: torch.dtype = torch.bfloat16
-    device_bytes: int = 0
+    settings: ParallelSettings
+    ema: EMA
+    device_bytes: int
 
     @property
     def layout(self) -> str:
         """The layout in words."""
-        return self.parallelism.describe(self.degrees, self.shape.num_experts)
+        return self.settings.parallelism.describe(self.degrees, self.shape.num_experts)
 
     @property
     def is_sharded(self) -> bool:
@@ -72,16 +63,17 @@ class PlannedRun:
 
     @cached_property
     def shape(self) -> BlockShape:
+        float8 = self.settings.float8
         num_chosen = getattr(self.net.config, "n_experts_per_token", 1)
         return BlockShape.of(
             self.net,
-            size=self.param_dtype.itemsize,
-            compiled=self.compile.enable,
-            is_float8=self.float8.enable and self.float8.recipe != "rowwise_with_gw_hp",
+            size=self.settings.param_dtype.itemsize,
+            compiled=self.settings.compile.enable,
+            is_float8=float8.enable and float8.recipe != "rowwise_with_gw_hp",
             tp=self.degrees.tp,
             cp=self.degrees.cp,
-            ep=self.parallelism.expert_parallel_degree,
-            gathers_tokens=self.parallelism.gathers_tokens(num_chosen),
+            ep=self.settings.parallelism.expert_parallel_degree,
+            gathers_tokens=self.settings.parallelism.gathers_tokens(num_chosen),
         )
 
     @property
@@ -91,14 +83,9 @@ class PlannedRun:
             net=self.net,
             optimizer=self.optimizer,
             loss=self.loss,
-            attention=self.attention,
-            activation_checkpoint=self.activation_checkpoint,
-            parallelism=self.parallelism,
+            settings=self.settings,
             degrees=self.degrees,
-            param_dtype=self.param_dtype,
-            compiled=self.compile.enable,
             has_average=self.ema.enable,
-            cpu_offload=self.training.enable_cpu_offload,
             tokens=self.tokens,
             accumulates=self.num_micro_batches > 1,
         )
@@ -118,12 +105,7 @@ def planned_run(job: Job, num_ranks: int, param_dtype: torch.dtype, device_bytes
         degrees=degrees,
         optimizer=job.optimizer,
         loss=job.loss,
-        parallelism=job.parallelism,
-        activation_checkpoint=job.activation_checkpoint,
-        compile=job.compile,
-        float8=job.float8,
+        settings=job.parallel_settings(param_dtype),
         ema=job.ema,
-        attention=job.attention,
-        param_dtype=param_dtype,
         device_bytes=device_bytes,
     )

@@ -10,7 +10,7 @@ import torch
 
 from titanlite.log import logger
 from titanlite.metrics.metric import OpenMetric, StepResult
-from titanlite.runtime.runtime import Runtime
+from titanlite.ranks import Ranks
 
 READINGS: list[tuple[str, str, Callable[..., Any]]] = [  # the metric, its rank, and which GPU stands out
     ("gpu/power_w", "gpu/power_w_rank", max),
@@ -32,8 +32,8 @@ class Hardware(OpenMetric):
         gpu/utilization_pct, gpu/utilization_pct_rank (%): lowest share of recent time in which a kernel ran
     """
 
-    def __init__(self, rt: Runtime):
-        self._rt, self._device = rt, rt.device
+    def __init__(self, ranks: Ranks):
+        self._ranks, self._device = ranks, ranks.device
         self._retries = 0
         self._has_nvml = True
 
@@ -41,7 +41,7 @@ class Hardware(OpenMetric):
         """The metrics. Of several GPUs, the one that stands out, and its rank. Collective."""
         if self._device.type != "cuda" or not step.is_detailed:
             return {}
-        return extremes(self._rt.gather_floats([self._new_retries(), *self._readings()]))
+        return extremes(self._ranks.gather_floats([self._new_retries(), *self._readings()]))
 
     def _new_retries(self) -> float:
         before, self._retries = self._retries, torch.cuda.memory_stats(self._device)["num_alloc_retries"]

@@ -62,7 +62,7 @@ class MeasuredRun:
     optimizer: torch.optim.Optimizer
     """The optimizer, with the state of this rank's shards."""
     rt: Runtime
-    """This rank, the device, the mesh, and sums and maxima over the ranks."""
+    """This rank, the device and the mesh; `rt.ranks` has sums and maxima over the ranks."""
     tokenizer: Tokenizer
     """The tokenizer."""
 

@@ -16,7 +16,7 @@ from titanlite.metrics.metric import OpenMetric, StepResult
 from titanlite.metrics.sinks.base import Sinks
 from titanlite.optim.base import Optimizer
 from titanlite.parallel.clip import Clipper
-from titanlite.runtime.runtime import Runtime
+from titanlite.ranks import Ranks
 from titanlite.torch_compat import foreach_norm
 
 
@@ -81,8 +81,8 @@ class ParameterMetrics(OpenMetric):
         train/noise_scale_sequences (sequences): the noise scale from these two; absent if one is not above 0
     """
 
-    def __init__(self, statistics: ParameterStatistics, clipper: Clipper, sinks: Sinks, rt: Runtime):
-        self._statistics, self._clipper, self._sinks, self._rt = statistics, clipper, sinks, rt
+    def __init__(self, statistics: ParameterStatistics, clipper: Clipper, sinks: Sinks, ranks: Ranks):
+        self._statistics, self._clipper, self._sinks, self._ranks = statistics, clipper, sinks, ranks
 
     def measure(self, step: StepResult) -> dict[str, Any]:
         """The metrics. Waits for the device. Collective."""
@@ -93,7 +93,7 @@ class ParameterMetrics(OpenMetric):
         self._sinks.table(step.step, "parameters", report.table())
         values = report.metrics(step.size.global_batch_size)
         if self._clipper.num_clipped is not None:
-            num_clipped, num = self._rt.sum_scalars(self._clipper.num_clipped, torch.tensor(len(names)))
+            num_clipped, num = self._ranks.sum_scalars(self._clipper.num_clipped, torch.tensor(len(names)))
             values["train/clipped_tensors"] = (num_clipped / num).item()
         return values
 
@@ -102,12 +102,12 @@ class ParameterStatistics:
     """Measures the statistics of every parameter on any layout. Collective. `net`, `optimizer`: this rank's
     stages and shards. `config`: the optimizer's component."""
 
-    def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, config: Optimizer, rt: Runtime):
-        self._optimizer, self._config, self._rt = optimizer, config, rt
+    def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, config: Optimizer, ranks: Ranks):
+        self._optimizer, self._config, self._ranks = optimizer, config, ranks
         names: dict[torch.Tensor, str] = {p: name for name, p in net.named_parameters()}
         self._groups = {names[p]: (p, group) for group in optimizer.param_groups for p in group["params"]}
         own = [name for name in names.values() if name in self._groups]
-        self._names = list(dict.fromkeys(name for names in rt.gather(own) for name in names))
+        self._names = list(dict.fromkeys(name for names in ranks.all_gather(own) for name in names))
 
     @torch.no_grad()
     def measure(self, grad_norms: Mapping[str, float], applied: bool) -> ParameterReport:
@@ -122,7 +122,7 @@ class ParameterStatistics:
             ranks, copies = num_ranks_and_copies(self._groups[name][0])
             table[0, columns[name]] = grad_norms.get(name, 0.0) / ranks
             table[1:, columns[name]] = torch.tensor(shares, dtype=torch.float64) / copies
-        table = self._rt.sum(table.float().to(self._rt.device))
+        table = self._ranks.sum(table.float().to(self._ranks.device))
         grads, weights, updates, signal, noise = table.tolist()
         weights = [math.sqrt(square) for square in weights]
         ratios = [
@@ -161,7 +161,7 @@ class ParameterStatistics:
                 if isinstance(value, torch.Tensor) and value.ndim == 0 < parameter.ndim:
                     scalars.append((name, key))
         if scalars:
-            values = torch.stack([states[name][key].to(self._rt.device).float() for name, key in scalars])
+            values = torch.stack([states[name][key].to(self._ranks.device).float() for name, key in scalars])
             for (name, key), value in zip(scalars, values.tolist()):
                 states[name][key] = value
         return states

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from titanlite.log import logger
 from titanlite.metrics.metric import OpenMetric, StepResult
-from titanlite.runtime.runtime import Runtime
+from titanlite.ranks import Ranks
 
 # A rank stands out if its own time is above the median by more than both.
 SLOWER = 0.2  # of the median
@@ -44,8 +44,8 @@ class SlowRanks(OpenMetric):
             ranks](troubleshooting.md#a-rank-is-slow))
     """
 
-    def __init__(self, rt: Runtime):
-        self._rt = rt
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
         self._is_first = True  # the first report has compilation and other work that is done once
         self._in_a_row = Counter[int]()  # reports in which a rank's state differs from the logged one
         self._named = set[int]()
@@ -53,11 +53,11 @@ class SlowRanks(OpenMetric):
     def measure(self, step: StepResult) -> dict[str, float]:
         """Compare the steps since the last report, log which rank has become slow or has recovered, and
         return the metrics on the slowest rank. Waits for the device. Collective."""
-        times = self._rt.clock.times()
-        if times is None or self._rt.world_size == 1:
+        times = self._ranks.clock.times()
+        if times is None or self._ranks.size == 1:
             return {}
         own = RankTimes(times.own_s, times.phases["data"], float(times.host_bound))
-        ranks = [RankTimes(*row) for row in self._rt.gather_floats(own)]
+        ranks = [RankTimes(*row) for row in self._ranks.gather_floats(own)]
         if self._is_first:
             self._is_first = False
         else:
@@ -79,10 +79,10 @@ class SlowRanks(OpenMetric):
             if self._in_a_row[rank] == IN_A_ROW:
                 self._in_a_row[rank] = 0
                 changed.append(rank)
-        hosts = self._rt.gather(socket.gethostname()) if changed else []
+        hosts = self._ranks.all_gather(socket.gethostname()) if changed else []
         for rank in changed:
             self._named ^= {rank}
-            if self._rt.rank == 0:
+            if self._ranks.rank == 0:
                 self._log(f"rank {rank} on {hosts[rank]}", ranks[rank], middle, rank in self._named)
 
     def _log(self, rank: str, times: RankTimes, middle: RankTimes, is_slow: bool) -> None:

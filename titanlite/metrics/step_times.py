@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from titanlite.metrics.metric import OpenMetric, StepResult
-from titanlite.runtime.runtime import Runtime
+from titanlite.ranks import Ranks
 from titanlite.step_clock import Phase
 
 PHASE_METRICS: dict[Phase, str] = {
@@ -30,13 +30,13 @@ class StepTimes(OpenMetric):
         time/communication_wait_s (s): with several ranks: waits for collectives
     """
 
-    def __init__(self, rt: Runtime):
-        self._rt = rt
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
 
     def measure(self, step: StepResult) -> dict[str, float]:
         """The metrics; {} if no step was measured. Waits for the device."""
-        times = self._rt.clock.times() if step.is_detailed else None
+        times = self._ranks.clock.times() if step.is_detailed else None
         if times is None:
             return {}
         values = {PHASE_METRICS[name]: s for name, s in times.phases.items() if name in PHASE_METRICS}
-        return values | ({"time/communication_wait_s": times.wait_s} if self._rt.world_size > 1 else {})
+        return values | ({"time/communication_wait_s": times.wait_s} if self._ranks.size > 1 else {})

@@ -40,7 +40,7 @@ class TokenMetrics(OpenMetric):
             return {}
         # All ranks along `tp` have the same tokens, which count once.
         sums = statistics.sums if self._rt.mesh.is_tp_leader else torch.zeros_like(statistics.sums)
-        sums, maxima = self._rt.sum(sums).cpu().double(), self._rt.max(statistics.maxima).cpu()
+        sums, maxima = self._rt.ranks.sum(sums).cpu().double(), self._rt.ranks.max(statistics.maxima).cpu()
         loss = step.loss.item()
         difference = statistics.difference(sums, loss)
         if difference is not None and self._rt.rank == 0:

@@ -12,7 +12,7 @@ from titanlite.metrics.guard import StepGuard
 from titanlite.metrics.metric import OpenMetric, StepResult
 from titanlite.parallel.compile import Compilations
 from titanlite.parallel.sharded_model import ShardedModel
-from titanlite.runtime.runtime import Runtime
+from titanlite.ranks import Ranks
 
 
 class TrainingMetrics(OpenMetric):
@@ -41,12 +41,12 @@ class TrainingMetrics(OpenMetric):
         self,
         state: TrainState,
         guard: StepGuard,
-        rt: Runtime,
+        ranks: Ranks,
         learning_rate: Callable[[int, int], float],
         remaining_tokens: Callable[[], int],
     ):
         """`learning_rate`: of a step and its first sequence."""
-        self._state, self._guard, self._rt = state, guard, rt
+        self._state, self._guard, self._ranks = state, guard, ranks
         self._learning_rate, self._remaining_tokens = learning_rate, remaining_tokens
 
     def measure(self, step: StepResult) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class TrainingMetrics(OpenMetric):
             "progress/total_tokens": int(state.tokens),
             "progress/sequences": state.num_sequences,
             "progress/remaining_tokens": self._remaining_tokens(),
-            "data/batch_sha": self._rt.sum_u64(sum(batch.hash for batch in step.micro_batches)),
+            "data/batch_sha": self._ranks.sum_u64(sum(batch.hash for batch in step.micro_batches)),
         }
         if state.skipped:
             values["data/skipped_sequences"] = state.skipped.below(state.num_sequences).count()
@@ -86,15 +86,15 @@ class ModelMetrics(OpenMetric):
         model/NAME: statistic NAME of the model, the mean over ranks
     """
 
-    def __init__(self, model: ShardedModel, rt: Runtime):
-        self._model, self._rt = model, rt
+    def __init__(self, model: ShardedModel, ranks: Ranks):
+        self._model, self._ranks = model, ranks
 
     def measure(self, step: StepResult) -> dict[str, float]:
         """The metrics. Waits for the device. Collective."""
         shares = {f"train/{name}": value for name, value in self._model.auxiliary_losses.items()}
         for name, value in self._model.net.statistics().items():
-            shares[f"model/{name}"] = value / self._rt.world_size
-        sums = self._rt.sum_scalars(*shares.values()) if shares else ()
+            shares[f"model/{name}"] = value / self._ranks.size
+        sums = self._ranks.sum_scalars(*shares.values()) if shares else ()
         return {key: value.item() for key, value in zip(shares, sums)}
 
 

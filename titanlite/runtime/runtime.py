@@ -1,5 +1,4 @@
-"""Runtime: this process as one rank of a job, with its device, its mesh and the collectives of the training
-loop.
+"""Runtime: this process as one rank of a job, with its device, its ranks and its mesh.
 
 A single process needs no process group and makes none.
 """
@@ -10,19 +9,20 @@ import gc
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import PurePath
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from titanlite.host_copy import HostCopy
 from titanlite.log import set_up_logging
 from titanlite.mesh import Mesh, build_mesh
 from titanlite.parallelism import Parallelism
+from titanlite.ranks import TIMEOUT, Ranks
 from titanlite.runtime import hang, process
 from titanlite.runtime.environment import (
     is_under_torchrun,
@@ -43,74 +43,25 @@ class Runtime:
     """This process as one rank of the job."""
 
     device: torch.device
-    rank: int
-    world_size: int
+    ranks: Ranks
     mesh: Mesh
     batch: BatchLayout
     param_dtype: torch.dtype
-    reduce_dtype: torch.dtype
     comm: Comm
     gc_freq: int
     began: float
     """time.perf_counter() at the start of the set-up."""
     clock: StepClock
 
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """`value` summed over all ranks, in place."""
-        if self.world_size > 1:
-            with self.clock.waiting():
-                dist.all_reduce(value)
-        return value
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return self.ranks.rank
 
-    def max(self, value: torch.Tensor) -> torch.Tensor:
-        """The elementwise maximum of `value` over all ranks, in place."""
-        if self.world_size > 1:
-            dist.all_reduce(value, dist.ReduceOp.MAX)
-        return value
-
-    def sum_scalars(self, *values: torch.Tensor) -> list[torch.Tensor]:
-        """fp32 scalars, each summed over all ranks, in one all-reduce."""
-        on_device = [value.to(self.device, torch.float32) for value in values]
-        return list(self.sum(torch.stack(on_device)))
-
-    def sum_u64(self, value: int) -> str:
-        """The sum mod 2^64 of an unsigned integer over the data-parallel ranks, as 16 hex digits."""
-        value = value if self.mesh.is_data_leader else 0
-        signed = (value + (1 << 63)) % (1 << 64) - (1 << 63)  # int64 addition wraps around, as it should
-        total = self.sum(torch.tensor(signed, dtype=torch.int64, device=self.device))
-        return f"{total.item() % (1 << 64):016x}"
-
-    def count(self, number: int) -> torch.Tensor:
-        """The sum of an integer over the data-parallel ranks, int64 on the device; no host sync."""
-        number = number if self.mesh.is_data_leader else 0
-        return self.sum(torch.full((), number, dtype=torch.int64, device=self.device))
-
-    def vote(self, *flags: bool) -> Vote:
-        """Start to combine flags over all ranks: each is true if it is true on any rank."""
-        with self.clock.waiting():  # on a CPU, which has no collectives in the background
-            return Vote(flags, self.device, self.world_size)
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in the order of the ranks, on every rank."""
-        values = [value] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(values, value)
-        return values
-
-    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
-        """The same number of floats (fp64) from each rank, in the order of the ranks, on every rank. Waits
-        for the device."""
-        if self.world_size == 1:
-            return [list(values)]
-        row = torch.tensor(values, dtype=torch.float64, device=self.device)
-        rows = [torch.empty_like(row) for _ in range(self.world_size)]
-        dist.all_gather(rows, row)
-        return torch.stack(rows).tolist()
-
-    def smallest_memory(self) -> int:
-        """Bytes of memory of the smallest GPU of all ranks. Collective."""
-        own = torch.cuda.get_device_properties(self.device).total_memory
-        return int(min(size for (size,) in self.gather_floats([own])))
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.ranks.size
 
     def note_error(self, error: BaseException) -> None:
         """Tell the launcher which error ends this rank, and in which collectives the rank was."""
@@ -144,26 +95,10 @@ class Runtime:
             set_group_timeout(group, timeout)
 
 
-class Vote:
-    """Flags combined over all ranks. The all-reduce starts when the object is made and is read later, so that
-    no rank waits: on CUDA the device has finished it long before."""
-
-    def __init__(self, flags: Sequence[bool], device: torch.device, world_size: int):
-        votes = torch.tensor(flags, dtype=torch.int32)
-        if world_size > 1:
-            if device.type == "cuda":
-                votes = votes.pin_memory().to(device, non_blocking=True)
-            dist.all_reduce(votes, dist.ReduceOp.MAX)
-        self._votes = HostCopy(votes)
-
-    def result(self) -> list[bool]:
-        """Whether each flag is true on any rank; the same on all ranks."""
-        return [bool(vote) for vote in self._votes.result()]
-
-
 @contextmanager
-def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterator[Runtime]:
-    """Set this process up, and tear it down on a clean exit.
+def runtime(training: Training, parallelism: Parallelism, comm: Comm, folder: PurePath) -> Iterator[Runtime]:
+    """Set this process up, and tear it down on a clean exit. `folder`: the checkpoints that the ranks share.
+    Collective.
 
     After an error nothing is torn down: a rank that waited for its peers in a teardown would only delay the
     message. The launcher ends the other ranks."""
@@ -182,16 +117,15 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
     if ours:
         init_process_group(device, comm, rank, size)
     mesh = build_mesh(parallelism, device.type, rank, size, always=offload)
-    reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     clock = StepClock(device, hang.keep_position(notes_folder(), rank))
+    timeout = max(TIMEOUT, timedelta(seconds=comm.init_timeout_seconds))
+    ranks = Ranks(folder, timeout=timeout, device=device, is_data_leader=mesh.is_data_leader, clock=clock)
     with (
         process.determinism(training.deterministic),
         process.explicit_garbage_collection(training.gc_freq),
         process.reporting_to_launcher(rank),
     ):
-        yield Runtime(
-            device, rank, size, mesh, batch, param_dtype, reduce_dtype, comm, training.gc_freq, began, clock
-        )
+        yield Runtime(device, ranks, mesh, batch, param_dtype, comm, training.gc_freq, began, clock)
     if ours:
         dist.destroy_process_group()
         time.sleep(0.1)  # gloo's worker thread still needs the interpreter's lock once; see leave()

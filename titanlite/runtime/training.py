@@ -83,6 +83,15 @@ class Training:
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"{self.seed} is not in [0, 2^63)", "seed")
 
+    def check_resumed(self, size: int, before: int) -> None:
+        """Raises ConfigError if the global batch size differs from the resumed run's only because the number
+        of ranks does. `size`: global_batch_size on these ranks. `before`: the resumed run's."""
+        if size != before and self.global_batch_size == -1:
+            raise ConfigError(
+                f"this run takes {before} sequences per step; global_batch_size = -1 would make it {size} "
+                f"here: set --training.global_batch_size={before} to keep it, or ={size} to change it"
+            )
+
 
 @dataclass(frozen=True)
 class BatchLayout:

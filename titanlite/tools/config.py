@@ -22,8 +22,7 @@ from collections.abc import Sequence
 
 import torch
 
-from titanlite.checkpoint.ranks import Ranks
-from titanlite.checkpoint.start import Resume, decide
+from titanlite.checkpoint.start import decide
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import ALLOW_IMPORTS
@@ -36,6 +35,7 @@ from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.expert_loads import check_routers
 from titanlite.parallel.float8 import split_layers
 from titanlite.parallel.pipeline_parallel import check_auxiliary_losses
+from titanlite.ranks import Ranks
 from titanlite.runtime.environment import set_library_defaults
 from titanlite.runtime.process import pick_device
 from titanlite.runtime.training import BatchLayout, choose_param_dtype
@@ -43,10 +43,8 @@ from titanlite.start import (
     NotReady,
     assemble,
     check_device,
-    check_global_batch,
-    layout_settings,
+    check_resumed,
     open_tokenizer,
-    skipped_sequences,
 )
 from titanlite.start_log import about_steps, job_toml_text, summary
 from titanlite.tools.verbs import CONFIG_NUMBERS, NO_FILES
@@ -105,7 +103,8 @@ def check_layout(job: Job, ranks: int, gpus_per_node: int) -> list[str]:
     """Shard the model as a run on `ranks` ranks does. Returns lines on the layout, on the ranks that differ,
     and warnings, which are also printed. Raises ConfigError."""
     degrees = job.parallelism.degrees(ranks)
-    simulated = dry_run.dry_run(job.build_on_meta, job.loss, layout_settings(job), ranks)
+    settings = job.parallel_settings(torch.float32)
+    simulated = dry_run.dry_run(job.build_on_meta, job.loss, settings, ranks)
     warnings = dry_run.warnings(simulated, degrees, gpus_per_node)
     for text in warnings:
         print(f"titanlite: warning: {text}", file=sys.stderr)
@@ -126,10 +125,8 @@ def check_inputs(job: Job, ranks: int) -> tuple[Job, int, list[str]]:
     except NotReady:
         unchecked.append("data that is tokenised or packed when a run first starts")
         job = job.resolved(ranks)
-        train = start.candidate.train if isinstance(start, Resume) else None
         batch = BatchLayout.from_training(job.training, job.parallelism.degrees(ranks).data_parallel)
-        check_global_batch(job, batch.global_size, train)
-        skipped_sequences(job, train)
+        check_resumed(job, batch.global_size, start.candidate and start.candidate.train)
     return job, open_tokenizer(job).vocab_size, unchecked
 
 

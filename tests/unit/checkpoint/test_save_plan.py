@@ -19,9 +19,9 @@ from tests.support.logs import listening
 from tests.support.simulated_ranks import Layout, SimulatedRank, local_plans
 from titanlite.checkpoint import save_plan
 from titanlite.checkpoint.commit import CheckpointError
-from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.save_plan import LocalShards, SavePlans, ShardOwners
 from titanlite.checkpoint.writer import ShardWriter
+from titanlite.ranks import Ranks
 
 
 def merged_by_tree(plans: list[SavePlan]) -> LocalShards:

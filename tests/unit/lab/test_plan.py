@@ -268,10 +268,11 @@ def peak(run: Any) -> float:
 def test_the_peak_follows_the_settings() -> None:
     given = debug_run("--training.local_batch_size=8", "--training.global_batch_size=64")
     assert given.num_micro_batches == 8
+    settings = given.settings
     smaller = [
         replace(given, training=replace(given.training, local_batch_size=4)),
-        replace(given, activation_checkpoint=ActivationCheckpoint(mode="full")),
-        replace(given, training=replace(given.training, enable_cpu_offload=True)),
+        replace(given, settings=replace(settings, activation_checkpoint=ActivationCheckpoint(mode="full"))),
+        replace(given, settings=replace(settings, cpu_offload=True)),
         debug_run(
             "--training.local_batch_size=8", "--training.global_batch_size=64", "--optimizer.state_dtype=int8"
         ),

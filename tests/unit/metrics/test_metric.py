@@ -19,7 +19,7 @@ def test_the_times_of_a_step_are_in_detailed_reports() -> None:
     clock = SimpleNamespace(times=lambda: times)
     expected = {"time/data_s": 0.1, "time/forward_s": 0.6}
     assert StepTimes(FakeRanks(clock=clock)).measure(DETAILED) == expected
-    ranks = FakeRanks(world_size=2, clock=clock)
+    ranks = FakeRanks(size=2, clock=clock)
     assert StepTimes(ranks).measure(DETAILED) == expected | {"time/communication_wait_s": 0.25}
     assert StepTimes(ranks).measure(STEP) == {}
     assert StepTimes(FakeRanks()).measure(DETAILED) == {}, "no step was measured"

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from benchmarks import blind_points, plan_errors
-from titanlite import start
 from titanlite.attention.sdpa import SDPA
 from titanlite.job import Job, load_job
 from titanlite.lab.cards import CARDS, GIB, Cluster
 from titanlite.lab.memory import at_most, rank_memory
 from titanlite.lab.plan import planned_run
+from titanlite.mesh import ALONE
 from titanlite.optim.base import Optimizer
+from titanlite.parallel import reshard
 from titanlite.parallel.reshard import LITTLE, StepMemory
-from titanlite.runtime.runtime import Runtime
 
 LARGE = 1000 * GIB
 SMALL = 60 * GIB  # 5% are less than the weights of the blocks
@@ -31,7 +31,8 @@ def job_of(*overrides: str) -> Job:
 
 
 def memory_of(*overrides: str, gpus: int = 4) -> StepMemory:
-    return job_of(*overrides).step_memory(gpus, torch.bfloat16)
+    job = job_of(*overrides)
+    return job.step_memory(job.build_on_meta(), gpus, torch.bfloat16)
 
 
 def recorded() -> dict[str, tuple[Job, str, int]]:
@@ -58,7 +59,8 @@ def test_the_recorded_runs_choose_as_by_the_plan_which_counts_tensors() -> None:
             replace(job, parallelism=replace(job.parallelism, fsdp_reshard_after_forward="never")), cluster
         )
         default = replace(job.parallelism, fsdp_reshard_after_forward="default")
-        memory = replace(run.step_memory, parallelism=default)
+        memory = run.step_memory
+        memory = replace(memory, settings=replace(memory.settings, parallelism=default))
         assert not memory.reshard(run.device_bytes).frees, name
         assert at_most(rank_memory(run)) <= run.device_bytes, name
         peak = max(rank.peak.total for rank in rank_memory(run))
@@ -135,7 +137,9 @@ def test_an_optimizer_that_does_not_tell_its_state_keeps_only_weights_that_take_
 
 
 def test_other_runs_free_the_weights() -> None:
-    assert replace(memory_of(), attention=SDPA()).reshard(SMALL).frees
+    memory = memory_of()
+    settings = replace(memory.settings, attention=SDPA())
+    assert replace(memory, settings=settings).reshard(SMALL).frees
     assert memory_of().reshard(0).frees  # a CPU
     assert not memory_of().reshard(LARGE).frees  # control
 
@@ -155,15 +159,14 @@ def test_weights_are_kept_where_freeing_them_gains_nothing(
     assert reason in choice.reason
 
 
-def runtime(device: str, smallest: int, is_sharded: bool = True) -> Any:
-    mesh = SimpleNamespace(device_mesh="some" if is_sharded else None)
-    return SimpleNamespace(
-        device=torch.device(device),
-        mesh=mesh,
-        smallest_memory=lambda: smallest,
-        world_size=4,
-        param_dtype=torch.bfloat16,
-    )
+def ranks(device: str, smallest: int) -> Any:
+    """A rank whose GPU is large, among ranks of which one has a GPU with `smallest` bytes."""
+
+    def all_reduce(own: int, merge: Any) -> int:
+        assert own == LARGE
+        return merge(own, smallest)
+
+    return SimpleNamespace(device=torch.device(device), all_reduce=all_reduce)
 
 
 @pytest.mark.parametrize(
@@ -181,24 +184,15 @@ def test_a_run_decides_by_the_smallest_gpu_and_says_so(
     smallest: int, choice: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(start.logger, "info", lines.append)
-    job = job_of()
-    resolved = start._resolve_reshard(job, runtime("cuda", smallest))
-    assert resolved == replace(job.parallelism, fsdp_reshard_after_forward=choice)
+    monkeypatch.setattr(reshard.logger, "info", lines.append)
+    own = SimpleNamespace(total_memory=LARGE)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: own)
+    memory = memory_of()
+    parallelism = memory.settings.parallelism
+    mesh: Any = SimpleNamespace(device_mesh="some")
+    resolved = memory.resolved(mesh, ranks("cuda", smallest))
+    assert resolved == replace(parallelism, fsdp_reshard_after_forward=choice)
     (message,) = lines
     assert message.startswith(line)
-    assert start._resolve_reshard(job, runtime("cpu", smallest)) is job.parallelism
-    assert start._resolve_reshard(job, runtime("cuda", smallest, is_sharded=False)) is job.parallelism
-
-
-def test_the_smallest_memory_is_that_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = [150_110_011_392.0, 85_024_112_640.0]
-    about = SimpleNamespace(total_memory=int(sizes[0]))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
-
-    def gather_floats(values: list[float]) -> list[list[float]]:
-        assert list(values) == sizes[:1]
-        return [[size] for size in sizes]
-
-    rt: Any = SimpleNamespace(device=torch.device("cuda"), gather_floats=gather_floats)
-    assert Runtime.smallest_memory(rt) == 85_024_112_640
+    assert memory.resolved(mesh, ranks("cpu", smallest)) is parallelism
+    assert memory.resolved(ALONE, ranks("cuda", smallest)) is parallelism

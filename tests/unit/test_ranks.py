@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from tests.support.simulated_ranks import SimulatedRank
 from titanlite.checkpoint.commit import CheckpointError
-from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.state import total_bytes
+from titanlite.ranks import Ranks
 
 
 def of_rank(folder: Path) -> dict[str, Any]:
