@@ -15,7 +15,7 @@ from tests.support.trackers import RUN_ID, FakeClient, Server, deliver, values
 from titanlite.metrics.sinks.base import Event, RunInfo, Values
 from titanlite.metrics.sinks.jsonl import JsonLines
 from titanlite.metrics.sinks.samples import Samples
-from titanlite.report.trackers.tracker import Delivery, TrackerRun, flatten, numbers_of
+from titanlite.report.trackers.tracker import Delivery, TrackerRun, keys_as_text, numbers_of
 
 BRANCH = f"{RUN_ID}-b1"
 
@@ -337,7 +337,7 @@ def test_numbers_of_a_record() -> None:
 
 def test_flat_configuration() -> None:
     tree = {"a": {"b": 1, "c": {}}, "d": [{"e": True}], "f": "text"}
-    assert dict(flatten(tree)) == {"a.b": "1", "a.c": "{}", "d": '[{"e": true}]', "f": "text"}
+    assert dict(keys_as_text(tree)) == {"a.b": "1", "a.c": "{}", "d": '[{"e": true}]', "f": "text"}
 
 
 def test_a_delivery_that_cannot_begin_can_be_tried_again(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ class Delivery(Writer):
 
 def _settings(job: Mapping[str, Any]) -> str:
     """A hash of the settings that decide the course of training beside data and learning rate."""
-    keys = [f"{key}={value}" for key, value in flatten(job) if key.startswith(SETTINGS)]
+    keys = [f"{key}={value}" for key, value in keys_as_text(job) if key.startswith(SETTINGS)]
     return hashlib.sha256("\n".join(keys).encode()).hexdigest()[:12]
 
 
@@ -305,10 +305,10 @@ def samples_of(folder: Path, last_step: int) -> Iterator[tuple[int, int, str]]:
             index[step] += 1
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def keys_as_text(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Dotted keys of a configuration, and their values as text."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{key}.")
+            yield from keys_as_text(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
