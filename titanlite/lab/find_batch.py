@@ -25,8 +25,7 @@ from titanlite.files import make_folder
 from titanlite.job import Job, load_job
 from titanlite.lab.cards import GIB, Card, Cluster
 from titanlite.lab.memory import rank_memory
-from titanlite.lab.plan import planned_run
-from titanlite.lab.planned import PlannedRun
+from titanlite.lab.planned import PlannedRun, planned_run
 from titanlite.lab.trial_runs import LOOK_S, RunFailed, end_runs, groups_of_gpus, start_run, stoppable
 from titanlite.log import tell
 from titanlite.metrics.memory import REMEDIES, OutOfMemory
@@ -122,7 +121,7 @@ def _with_size(job: Job, size: int) -> Job:
     return replace(job, training=replace(job.training, local_batch_size=size))
 
 
-class _Trainer:
+class BatchTrainer:
     """Trains a job with one size of micro-batches after another, in runs of three steps."""
 
     def __init__(self, options: Namespace, overrides: Sequence[str], requests: StopRequests, folder: Path):
@@ -250,7 +249,7 @@ def _text(log: Path) -> str:
 def main(options: Namespace, overrides: Sequence[str]) -> int:
     """Find the largest micro-batch and print it. Returns the exit code."""
     with stoppable() as requests, tempfile.TemporaryDirectory(prefix="titanlite-find-batch-") as folder:
-        trainer = _Trainer(options, overrides, requests, Path(folder))
+        trainer = BatchTrainer(options, overrides, requests, Path(folder))
         sizes, card = trainer.sizes(), trainer.card
         tell(
             f"{card.name}: {card.memory_gib:.1f} GiB, of which torch may reserve {MAX_SHARE:.0%}; "
@@ -273,7 +272,7 @@ def _line(trial: BatchTrial, card_gib: float) -> str:
     return f"{trial.result(card_gib)}: {memory}, {trial.tokens_per_second:,.0f} tokens/s per GPU"
 
 
-def _table(trials: Sequence[BatchTrial], trainer: _Trainer) -> str:
+def _table(trials: Sequence[BatchTrial], trainer: BatchTrainer) -> str:
     rows = [["result", "local_batch_size", "planned GiB", "allocated", "reserved", "tokens/s per GPU"]]
     for trial in trials:
         numbers = [trial.allocated_gib, trial.reserved_gib]
@@ -285,7 +284,7 @@ def _table(trials: Sequence[BatchTrial], trainer: _Trainer) -> str:
 
 
 def _answer(
-    fitting: Sequence[BatchTrial], trials: Sequence[BatchTrial], sizes: Sequence[int], trainer: _Trainer
+    fitting: Sequence[BatchTrial], trials: Sequence[BatchTrial], sizes: Sequence[int], trainer: BatchTrainer
 ) -> list[str]:
     """The largest size that fits, and the fastest. A run with fewer micro-batches per step than the job has
     takes the optimizer's step more often, which makes small sizes look slow: it can show that a smaller

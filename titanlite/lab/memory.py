@@ -14,11 +14,11 @@ from itertools import accumulate
 import torch
 
 from titanlite.lab.activations import Kept, kept_by_block
+from titanlite.lab.cards import GIB
 from titanlite.lab.planned import PlannedRun
 from titanlite.lab.sharding import RankParameters, Unit, rank_parameters
 from titanlite.parallel.pipeline_parallel import STAGES_PER_RANK
 
-GIB = 1 << 30
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "gathered", "workspace")
 CUBLAS_WORKSPACE = 32 << 20  # torch's default on Hopper: docs of CUBLAS_WORKSPACE_CONFIG
 # The most memory that torch has reserved, in units of what its tensors take: recorded runs have 1.00 to 1.23
@@ -238,41 +238,35 @@ class _Step:
         return self._gathered(unit) if self.run.is_sharded else 0.0
 
     def _held_forward(self, i: int) -> float:
-        """Bytes that FSDP holds in the forward of block i."""
+        """Bytes that FSDP holds in the forward of block i, with tied embeddings and an embedding that is not
+        freed."""
         if not self.run.is_sharded:
             return 0.0
-        return self._held_blocks(i) + self._held_always()
+        root, embedding = self.parameters.root, self.parameters.embedding
+        held = self._gathered(self.blocks[i]) if self.frees else self.gathered_of_first[i + 1]
+        held += self._gathered(root) if root else 0.0
+        return held + (self._gathered(embedding) if embedding and not self.frees else 0.0)
 
     def _held_backward(self, i: int) -> float:
         """Bytes that FSDP holds in the backward of block i: the next block is gathered ahead."""
-        if not self.run.is_sharded:
-            return 0.0
-        held = self._held_blocks(i) + self._held_always()
-        if self.frees and i:
-            held += 2 * self._gathered(self.blocks[i - 1])
-        return held
+        is_ahead = self.run.is_sharded and self.frees and i > 0
+        return self._held_forward(i) + (2 * self._gathered(self.blocks[i - 1]) if is_ahead else 0.0)
 
-    def _held_blocks(self, i: int) -> float:
-        return self._gathered(self.blocks[i]) if self.frees else self.gathered_of_first[i + 1]
-
-    def _held_always(self) -> float:
-        """Tied embeddings, and an embedding that is not freed."""
-        root, embedding = self.parameters.root, self.parameters.embedding
-        held = self._gathered(root) if root else 0.0
-        return held + (self._gathered(embedding) if embedding and not self.frees else 0.0)
+    @property
+    def _cast_size(self) -> int:
+        """Bytes per element of the copies of weights that a single process makes; 0: it makes none. In float8
+        none is kept: llama3_1b_float8_h200_b16_torchtitan.json."""
+        run = self.run
+        is_cast = not (run.is_sharded or run.param_dtype == torch.float32 or run.float8.enable)
+        return run.param_dtype.itemsize * is_cast
 
     def _casts(self, num_blocks: int) -> float:
-        """bf16 copies of the matrices of a single process, which autograd keeps for the backward. In float8
-        none is kept: llama3_1b_float8_h200_b16_torchtitan.json."""
-        if self.run.is_sharded or self.run.param_dtype == torch.float32 or self.run.float8.enable:
-            return 0.0
-        return self.run.param_dtype.itemsize * self.casts_of_first[num_blocks]
+        """bf16 copies of the matrices of the first blocks, which autograd keeps for the backward."""
+        return self._cast_size * self.casts_of_first[num_blocks]
 
     def _repeated_casts(self, i: int) -> float:
         """Copies that the repeated forward of block i makes again."""
-        if self.run.is_sharded or self.run.param_dtype == torch.float32 or self.run.float8.enable:
-            return 0.0
-        return self.run.param_dtype.itemsize * (1 - self.kept[i].casts) * self.blocks[i].matrices
+        return self._cast_size * (1 - self.kept[i].casts) * self.blocks[i].matrices
 
     # ---- activations
 

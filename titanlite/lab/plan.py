@@ -16,26 +16,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from titanlite import start
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.data.dataset import RunSequences
 from titanlite.job import Job, load_job
-from titanlite.lab import fit, planned
+from titanlite.lab import fit
 from titanlite.lab.calibration import Measurement, planned_gpus, read_measurement
 from titanlite.lab.cards import CARDS, GIB, Cluster
 from titanlite.lab.layouts import DOES_NOT_FIT, Layout, assess, search
 from titanlite.lab.memory import KINDS, at_most
-from titanlite.lab.planned import MAX_BLOCKS, PlannedRun
+from titanlite.lab.planned import PlannedRun, planned_run
 from titanlite.lab.scaling_law import CHINCHILLA
 from titanlite.lab.step_time import guesses
 from titanlite.lab.verbs import plan_arguments
 from titanlite.models.base import Decoder
 from titanlite.parallel.dry_run import too_many_shards
 from titanlite.report.charts import short
-from titanlite.runtime.training import BatchLayout, choose_param_dtype
+from titanlite.runtime.training import BatchLayout
 from titanlite.table import table
 
 DEFAULT_CARD = next(card for card in CARDS if card.name == "H100")
@@ -73,15 +71,6 @@ def decisive_keys(job: Job) -> dict[str, Any]:
     for section, names in some.items():
         keys[section] = {name: tree[section][name] for name in names if name in tree[section]}
     return dict(json.loads(json.dumps(keys, default=str)))
-
-
-def planned_run(job: Job, cluster: Cluster) -> PlannedRun:
-    """The sections of a job that decide the memory and the time of a step. Raises ConfigError."""
-    if job.model.config.n_layers > MAX_BLOCKS:
-        raise ConfigError(f"a plan counts at most {MAX_BLOCKS:,} blocks", "model.overrides.n_layers")
-    device = torch.device("cpu" if cluster.card.is_cpu else "cuda")
-    device_bytes = 0 if cluster.card.is_cpu else int(cluster.card.memory_gib * GIB)
-    return planned.planned_run(job, cluster.gpus, choose_param_dtype(job.training, device), device_bytes)
 
 
 def _plan(job: Job, options: Namespace) -> dict[str, Any]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from titanlite.attention.auto import Auto
 from titanlite.attention.base import AttentionBackend
+from titanlite.config.component import ConfigError
 from titanlite.job import Job
 from titanlite.lab.activations import BlockShape
+from titanlite.lab.cards import GIB, Cluster
 from titanlite.lab.sharding import Parameter, parameters_of
 from titanlite.losses import Loss
 from titanlite.models.base import Decoder
@@ -22,7 +23,7 @@ from titanlite.parallel.compile import Compile
 from titanlite.parallel.float8 import Float8
 from titanlite.parallel.reshard import StepMemory
 from titanlite.parallelism import Degrees, Parallelism
-from titanlite.runtime.training import BatchLayout, Training
+from titanlite.runtime.training import BatchLayout, Training, choose_param_dtype
 
 MAX_BLOCKS = 1000  # of a planned model: one with more takes minutes
 
@@ -40,14 +41,14 @@ class PlannedRun:
     degrees: Degrees
     optimizer: Optimizer
     loss: Loss
-    parallelism: Parallelism = field(default_factory=Parallelism)
-    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
-    compile: Compile = field(default_factory=Compile)
-    float8: Float8 = field(default_factory=Float8)
-    ema: EMA = field(default_factory=EMA)
-    attention: AttentionBackend = field(default_factory=Auto)
-    param_dtype: torch.dtype = torch.bfloat16
-    device_bytes: int = 0
+    parallelism: Parallelism
+    activation_checkpoint: ActivationCheckpoint
+    compile: Compile
+    float8: Float8
+    ema: EMA
+    attention: AttentionBackend
+    param_dtype: torch.dtype
+    device_bytes: int
 
     @property
     def layout(self) -> str:
@@ -104,10 +105,11 @@ class PlannedRun:
         )
 
 
-def planned_run(job: Job, num_ranks: int, param_dtype: torch.dtype, device_bytes: int) -> PlannedRun:
-    """The sections of a job that decide the memory and the time of a step on `num_ranks` ranks.
-    `device_bytes`: memory of a GPU; 0: a CPU."""
-    degrees = job.parallelism.degrees(num_ranks)
+def planned_run(job: Job, cluster: Cluster) -> PlannedRun:
+    """The sections of a job that decide the memory and the time of a step. Raises ConfigError."""
+    if job.model.config.n_layers > MAX_BLOCKS:
+        raise ConfigError(f"a plan counts at most {MAX_BLOCKS:,} blocks", "model.overrides.n_layers")
+    card, degrees = cluster.card, job.parallelism.degrees(cluster.gpus)
     batch = BatchLayout.from_training(job.training, degrees.data_parallel)
     net = job.build_on_meta()
     return PlannedRun(
@@ -124,6 +126,6 @@ def planned_run(job: Job, num_ranks: int, param_dtype: torch.dtype, device_bytes
         float8=job.float8,
         ema=job.ema,
         attention=job.attention,
-        param_dtype=param_dtype,
-        device_bytes=device_bytes,
+        param_dtype=choose_param_dtype(job.training, torch.device("cpu" if card.is_cpu else "cuda")),
+        device_bytes=0 if card.is_cpu else int(card.memory_gib * GIB),
     )

@@ -15,7 +15,6 @@ from typing import NamedTuple
 from titanlite.config import toml
 from titanlite.config.amount import DIVISIBLE, Amount
 from titanlite.config.component import ConfigError
-from titanlite.files import write_atomically
 from titanlite.job import Job, load_job
 from titanlite.lab.axes import Axis, take_axes
 from titanlite.lab.halving import (
@@ -31,11 +30,9 @@ from titanlite.lab.halving import (
     survivors,
     ties,
 )
-from titanlite.lab.trial_runs import Record, Trainer, TrialRun, keys_of, stoppable
+from titanlite.lab.trial_runs import Trainer, TrialRecord, TrialRun, keys_of, stoppable
 from titanlite.log import tell
 from titanlite.progress import Progress
-from titanlite.report.page import report
-from titanlite.report.recorded_run import read_run
 from titanlite.table import table
 
 # Keys that decide how a step is computed or what is written, but not the loss; except INITIAL_WEIGHTS.
@@ -65,7 +62,7 @@ class Search:
     plan: list[Rung]
     other_seed: int | None
     steps: int | Amount
-    record: Record
+    record: TrialRecord
 
     @property
     def folder(self) -> Path:
@@ -109,9 +106,7 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
     if not survivors(losses[-1], 1):
         raise ConfigError("no run has a finite loss; try lower learning rates")
     last = len(losses) - 1
-    folders = [search.folder / search.name(Run(last, trial)) for trial in losses[-1]]
-    page = search.folder / "report.html"
-    write_atomically(page, report([read_run(folder, folder.name) for folder in folders]))
+    page = search.record.write_report([search.name(Run(last, trial)) for trial in losses[-1]])
     print("\n".join([*_table(search, losses), *_conclusions(search, losses[-1], noise), f"report: {page}"]))
     return 0
 
@@ -134,7 +129,7 @@ def _open(options: Namespace, axes: list[Axis], rest: list[str]) -> Search:
         "other_seed": other_seed,
     }
     folder = options.output or Path(f"{job.job.dump_folder}_search")
-    record = Record("search", folder, asked)
+    record = TrialRecord("search", folder, asked)
     search = Search(options.config, rest, axes, plan, other_seed, job.training.steps, record)
     with Progress(total=len(trials), desc="checking", unit="run", delay=2, leave=False) as progress:
         for trial in trials:

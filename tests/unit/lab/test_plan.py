@@ -21,8 +21,7 @@ from titanlite.lab.activations import BlockShape
 from titanlite.lab.cards import CARDS, Cluster, parse_gpus
 from titanlite.lab.layouts import CLOSE, DOES_NOT_FIT, FITS, assess, search, verdict
 from titanlite.lab.memory import GIB, OUTSIDE, in_flight, rank_memory
-from titanlite.lab.plan import planned_run
-from titanlite.lab.planned import PlannedRun
+from titanlite.lab.planned import PlannedRun, planned_run
 from titanlite.lab.sharding import parameters_of, rank_parameters
 from titanlite.lab.step_time import guesses
 from titanlite.losses import ChunkedCrossEntropy
