@@ -134,10 +134,9 @@ class BatchTrainer:
 
     def planned(self, size: int) -> PlannedRun:
         """The job with micro-batches of `size` sequences."""
-        training = _with_size(self.job, size).training
-        batch = BatchLayout.from_training(training, self._run.degrees.data_parallel)
-        sizes = self.job.batch_sizes(batch.global_size)
-        return replace(self._run, training=training, global_batch=max(sizes.values()))
+        job = _with_size(self.job, size)
+        batch = BatchLayout.from_training(job.training, self._run.degrees.data_parallel)
+        return replace(self._run, job=job, global_batch=max(job.batch_sizes(batch.global_size).values()))
 
     def planned_gib(self, size: int) -> float:
         return max(rank.peak.total for rank in rank_memory(self.planned(size))) / GIB
@@ -181,7 +180,7 @@ class BatchTrainer:
         """The overrides of a run. More than two micro-batches per step take no more memory, except in a
         pipeline; stages end after numbers of sequences, which fewer per step might not reach."""
         run = self.planned(size)
-        batch = BatchLayout.from_training(run.training, run.degrees.data_parallel).global_size
+        batch = BatchLayout.from_training(run.job.training, run.degrees.data_parallel).global_size
         if not self.has_whole_steps(size):
             batch = 2 * size * run.degrees.data_parallel
         own = [f"--training.local_batch_size={size}", f"--training.global_batch_size={batch}"]

@@ -212,11 +212,11 @@ def _timed(job: Job, rt: Runtime, num_blocks: int) -> tuple[float, float]:
     batches = random_batches(2, shape, net.vocab_size, training.seed)
     if job.data.mask_documents:
         batches = [_one_document(batch) for batch in batches]
-    trial = SmallRun(job.loss, training, batches, training.seed, rt.device)
+    trial = SmallRun(job, batches, training.seed, rt.device)
     settings = start.parallel_settings(cut, rt, attention)
     gc.collect()  # the model before may be in a cycle, and hold the device's memory
     try:
-        times = time_steps(net, trial, settings, job.optimizer, job.ema)
+        times = time_steps(net, trial, settings)
     except RuntimeError as e:
         if not is_out_of_memory(e):
             raise

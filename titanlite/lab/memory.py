@@ -88,9 +88,9 @@ class _Step:
 
     def __init__(self, run: PlannedRun, pp_rank: int, frees: bool):
         self.run, self.pp_rank, self.frees = run, pp_rank, frees
-        self.parameters = rank_parameters(run.parameters, run.parallelism, run.degrees, pp_rank)
+        self.parameters = rank_parameters(run.parameters, run.job.parallelism, run.degrees, pp_rank)
         self.units, self.blocks = self.parameters.units, list(self.parameters.blocks.values())
-        by_block = kept_by_block(run.shape, run.activation_checkpoint, len(run.net.blocks()))
+        by_block = kept_by_block(run.shape, run.job.activation_checkpoint, len(run.net.blocks()))
         self.kept: list[Kept] = [by_block[i] for i in self.parameters.blocks]
         # Sums over the first blocks, from no block to all of them.
         self.kept_of_first = _sums(kept.kept for kept in self.kept)
@@ -99,8 +99,8 @@ class _Step:
         self.sharded_gradients_of_first = _sums(block.sharded_gradient for block in self.blocks)
         self.gradients_of_first = _sums(block.gradient for block in self.blocks)
         self.is_accumulating = run.num_micro_batches > 1
-        self.reduces_each = run.parallelism.fsdp_reduce == "micro_batch" or (
-            run.training.mixed_precision_reduce != "float32"
+        self.reduces_each = run.job.parallelism.fsdp_reduce == "micro_batch" or (
+            run.job.training.mixed_precision_reduce != "float32"
         )
 
     def memory(self) -> RankMemory:
@@ -123,13 +123,13 @@ class _Step:
         run, units = self.run, self.units
         base = dict.fromkeys(KINDS, 0.0)
         base["workspace"] = CUBLAS_WORKSPACE
-        if not run.training.enable_cpu_offload:
-            average = sum(u.sharded_gradient for u in units) * run.ema.enable
+        if not run.job.training.enable_cpu_offload:
+            average = sum(u.sharded_gradient for u in units) * run.job.ema.enable
             base["weights"] = 4.0 * (sum(u.sharded for u in units) + average)
             base["optimizer"] = sum(u.state_bytes for u in units)
         for kind, size in sizes.items():
             base[kind] += size
-        if run.training.enable_cpu_offload:
+        if run.job.training.enable_cpu_offload:
             base["gradients"] = 0.0  # moved to the host as soon as they are reduced
         return Moment(name, base)
 
@@ -219,7 +219,7 @@ class _Step:
 
     def _reduction(self, unit: Unit) -> float:
         """The input of FSDP's reduction of a unit, in the dtype of the reduction."""
-        size = 4 if self.run.training.mixed_precision_reduce == "float32" else 2
+        size = 4 if self.run.job.training.mixed_precision_reduce == "float32" else 2
         return float(size * unit.gradient)
 
     # ---- gathered weights, and copies of weights in the compute dtype
@@ -228,7 +228,7 @@ class _Step:
         """Bytes of a unit that FSDP has gathered."""
         size = self.run.param_dtype.itemsize
         ends = (self.parameters.embedding, self.parameters.head, self.parameters.root)
-        if self.run.float8.gathers_float8 and not any(unit is end for end in ends):
+        if self.run.job.float8.gathers_float8 and not any(unit is end for end in ends):
             return float(unit.matrices + size * (unit.gathered - unit.matrices))
         return float(size * unit.gathered)
 
@@ -257,7 +257,7 @@ class _Step:
         """Bytes per element of the copies of weights that a single process makes; 0: it makes none. In float8
         none is kept: llama3_1b_float8_h200_b16_torchtitan.json."""
         run = self.run
-        is_cast = not (run.is_sharded or run.param_dtype == torch.float32 or run.float8.enable)
+        is_cast = not (run.is_sharded or run.param_dtype == torch.float32 or run.job.float8.enable)
         return run.param_dtype.itemsize * is_cast
 
     def _casts(self, num_blocks: int) -> float:
@@ -273,7 +273,7 @@ class _Step:
     def _activations(self, num_blocks: int) -> float:
         """Bytes that the first blocks keep, and all blocks of the other micro-batches in flight."""
         run = self.run
-        schedule = run.parallelism.pipeline_parallel_schedule
+        schedule = run.job.parallelism.pipeline_parallel_schedule
         others = in_flight(schedule, self.pp_rank, run.degrees.pp, run.num_micro_batches) - 1
         kept = self.kept_of_first
         sent = (
@@ -289,7 +289,7 @@ class _Step:
         hidden states that a stage receives, one for their gradients (layouts_8b_h200x2_32768.json)."""
         if self.run.degrees.pp == 1:
             return 0
-        num_stages = STAGES_PER_RANK[self.run.parallelism.pipeline_parallel_schedule]
+        num_stages = STAGES_PER_RANK[self.run.job.parallelism.pipeline_parallel_schedule]
         num_ends = (self.parameters.embedding is not None) + (self.parameters.head is not None)
         return 2 * num_stages - num_ends
 
@@ -303,7 +303,7 @@ class _Step:
 
     @property
     def _is_chunked(self) -> bool:
-        return self.run.loss.num_chunks(self.run.tokens) > 0 or self.run.degrees.tp > 1
+        return self.run.job.loss.num_chunks(self.run.tokens) > 0 or self.run.degrees.tp > 1
 
     def _logits(self) -> float:
         """Logits, the head's gradient, and its weight in the compute dtype, which a single process casts.
@@ -318,12 +318,12 @@ class _Step:
         weight = vocabulary * d
         cast = 0.0 if run.is_sharded or size == 4 else size * weight
         if not self._is_chunked:
-            if not run.compile.enable:
+            if not run.job.compile.enable:
                 return run.tokens * vocabulary * 12 + cast
             return run.tokens * vocabulary * size + cast + size * weight
-        chunks = max(run.loss.num_chunks(run.tokens), 1)
+        chunks = max(run.job.loss.num_chunks(run.tokens), 1)
         per_logit = size
-        if not run.compile.enable and run.degrees.tp == 1:
+        if not run.job.compile.enable and run.degrees.tp == 1:
             per_logit += 4 if size == 4 else 8
         chunk = -(-run.tokens // chunks)
         return chunk * (vocabulary * per_logit + d * size) + 4 * weight + cast

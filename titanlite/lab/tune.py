@@ -46,7 +46,6 @@ from titanlite.lab.coordinate_check import (
 from titanlite.lab.verbs import tune_arguments
 from titanlite.log import set_up_logging
 from titanlite.models.base import ModelFamily
-from titanlite.optim.base import Optimizer
 from titanlite.progress import Progress
 from titanlite.runtime.process import device_name, pick_device
 
@@ -79,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 def coordinate_check(job: Job, options: Namespace) -> int:
     """Measure all widths, and print the table and the settings of the target width. Returns the exit code."""
     runs = {width: at_width(job, width, options) for width in options.widths}
-    num_ids = next(iter(runs.values()))[0].config.vocab_size
+    num_ids = next(iter(runs.values())).model.config.vocab_size
     settings = [] if options.standard else _settings(job, options)
     device, seeds = pick_device(), range(job.training.seed, job.training.seed + options.seeds)
     sizes = {width: list[Mapping[str, Size]]() for width in runs}
@@ -87,9 +86,8 @@ def coordinate_check(job: Job, options: Namespace) -> int:
     with Progress(total=total, desc="coordinate check", unit="step", delay=2, leave=False) as progress:
         for seed in seeds:
             batches = random_batches(options.steps, BATCH, num_ids, seed)
-            trial = SmallRun(job.loss, job.training, batches, seed, device, job.moe)
-            for width, (model, optimizer) in runs.items():
-                sizes[width].append(measure(model, optimizer, trial, progress.update))
+            for width, small in runs.items():
+                sizes[width].append(measure(SmallRun(small, batches, seed, device), progress.update))
     mean = {width: averaged(measured) for width, measured in sizes.items()}
     slopes_of = slopes(mean)
     lines = [*table(mean, slopes_of, options.steps), verdict(slopes_of, options.widths), *settings]
@@ -126,8 +124,8 @@ def _small(job: Job, widths: Sequence[int]) -> ModelFamily:
     return replace(job.model, overrides=job.model.overrides | fields)
 
 
-def at_width(job: Job, width: int, options: Namespace) -> tuple[ModelFamily, Optimizer]:
-    """The model and the optimizer that are measured at a width."""
+def at_width(job: Job, width: int, options: Namespace) -> Job:
+    """The job with the model and the optimizer that are measured at a width."""
     small = _small(job, options.widths)
     fields: dict[str, Any] = rules.shape_at(small.config, width)
     multiple = 1.0 if options.standard else width / options.base_width
@@ -136,7 +134,7 @@ def at_width(job: Job, width: int, options: Namespace) -> tuple[ModelFamily, Opt
         fields |= rules.scales_at(small.config, multiple)
     model = replace(small, overrides=small.overrides | fields)
     groups = rules.param_groups_at(job.optimizer, model.build_on_meta(), multiple)
-    return model, replace(job.optimizer, param_groups=groups)
+    return replace(job, model=model, optimizer=replace(job.optimizer, param_groups=groups))
 
 
 def _settings(job: Job, options: Namespace) -> list[str]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,7 +33,6 @@ from titanlite.models.qwen3_moe import Qwen3MoE
 from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import make_state
 from titanlite.optim.muon import Muon
-from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.parallel.apply import parallelize
 from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallelism import Parallelism
@@ -265,15 +263,14 @@ def peak(run: Any) -> float:
 
 
 def test_the_peak_follows_the_settings() -> None:
-    given = debug_run("--training.local_batch_size=8", "--training.global_batch_size=64")
+    batch = "--training.local_batch_size=8", "--training.global_batch_size=64"
+    given = debug_run(*batch)
     assert given.num_micro_batches == 8
     smaller = [
-        replace(given, training=replace(given.training, local_batch_size=4)),
-        replace(given, activation_checkpoint=ActivationCheckpoint(mode="full")),
-        replace(given, training=replace(given.training, enable_cpu_offload=True)),
-        debug_run(
-            "--training.local_batch_size=8", "--training.global_batch_size=64", "--optimizer.state_dtype=int8"
-        ),
+        debug_run(*batch, "--training.local_batch_size=4"),
+        debug_run(*batch, "--activation_checkpoint.mode=full"),
+        debug_run(*batch, "--training.enable_cpu_offload"),
+        debug_run(*batch, "--optimizer.state_dtype=int8"),
     ]
     assert all(peak(run) < peak(given) for run in smaller)
 
@@ -312,7 +309,7 @@ def test_the_search_prefers_the_fastest_layout_and_names_reasons() -> None:
     reason = "no tensor parallel here"
 
     def refusal(run: PlannedRun) -> str | None:
-        uneven = run.global_batch % (run.training.local_batch_size * run.degrees.data_parallel)
+        uneven = run.global_batch % (run.job.training.local_batch_size * run.degrees.data_parallel)
         return reason if uneven or run.degrees.tp > 1 or run.degrees.pp > 4 else None
 
     best, others = search(given, Cluster(H100, 8), refusal)

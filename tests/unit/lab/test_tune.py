@@ -100,11 +100,11 @@ def test_every_shipped_model_can_be_checked(name: str) -> None:
         return
     groups = set()
     for width in options.widths:
-        model, optimizer = at_width(job, width, options)
-        config = model.config
+        small = at_width(job, width, options)
+        config = small.model.config
         assert config.dim == width
         groups.add(config.n_heads / config.n_kv_heads)
-        optimizer.check(model.build_on_meta())
+        small.optimizer.check(small.model.build_on_meta())
     assert groups == {job.model.config.n_heads / job.model.config.n_kv_heads}
 
 
