@@ -129,7 +129,9 @@ class Alphabetic(TextFilter, name="alphabetic"):
     def reason_to_remove(self, text: str) -> str | None:
         words = text.split()
         share = sum(any(map(str.isalpha, w)) for w in words) / max(len(words), 1)
-        return _below(share, self.min_share, "of the words contain a letter")
+        if share >= self.min_share:
+            return None
+        return f"{share:.1%} of the words contain a letter, less than {self.min_share:.1%}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +154,8 @@ class Symbols(TextFilter, name="symbols"):
         num_words, text = max(len(text.split()), 1), text.replace("\u2026", "...")
         counts = {symbol: text.count(symbol) for symbol in symbols}
         most = max(counts, key=counts.__getitem__)
-        return _above(counts[most] / num_words, self.max_share, f"{most!r} per word", percent=False)
+        share = counts[most] / num_words
+        return None if share <= self.max_share else f"{share:.2f} {most!r} per word, over {self.max_share:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,13 +308,5 @@ def _repeated(grams: np.ndarray, n: int) -> np.ndarray:
     return np.convolve(again, np.ones(n, dtype=np.int64))[: len(again)] > 0
 
 
-def _above(share: float, limit: float, subject: str, percent: bool = True) -> str | None:
-    if share <= limit:
-        return None
-    if percent:
-        return f"{share:.1%} {subject}, more than {limit:.1%}"
-    return f"{share:.2f} {subject}, over {limit:g}"
-
-
-def _below(share: float, limit: float, subject: str) -> str | None:
-    return None if share >= limit else f"{share:.1%} {subject}, less than {limit:.1%}"
+def _above(share: float, limit: float, subject: str) -> str | None:
+    return None if share <= limit else f"{share:.1%} {subject}, more than {limit:.1%}"

@@ -117,7 +117,8 @@ class _Step:
             yield self._moment(f"backward of block {i}", self._backward(i))
         if self.parameters.embedding or self.parameters.root:
             yield self._moment("backward of the embedding", self._embedding())
-        yield self._moment("optimizer step", self._optimizer_step())
+        # Muon's copies of a matrix and its buckets are left out: they are smaller than a block's activations.
+        yield self._moment("optimizer step", {"gradients": self._gradients(len(self.blocks))})
 
     def _moment(self, name: str, sizes: dict[str, float]) -> Moment:
         run, units = self.run, self.units
@@ -184,11 +185,6 @@ class _Step:
             "gathered": self._gathered(unit) if run.is_sharded and not self.frees else 0.0,
             "workspace": workspace,
         }
-
-    def _optimizer_step(self) -> dict[str, float]:
-        """The optimizer's state and gradients. Muon's copies of a matrix and its buckets are left out: they
-        are smaller than the activations of a block."""
-        return {"gradients": self._gradients(len(self.blocks))}
 
     # ---- gradients
 

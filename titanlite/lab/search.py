@@ -8,7 +8,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,10 +87,6 @@ class Search:
         seed = "" if run.seed is None else f" training.seed={run.seed}"
         return TrialRun(self.name(run), [self.config, *self.overrides(run)], f"{self.label(run.trial)}{seed}")
 
-    def loss(self, run: Run) -> float:
-        """The recorded loss of a run; infinite if it diverged."""
-        return self.record.loss(self.name(run))
-
 
 def main(options: Namespace, overrides: Sequence[str]) -> int:
     """Run the search. Returns the exit code."""
@@ -101,7 +96,11 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
     tell(f"{len(grid(search.axes))} settings; runs: {sizes}{unit}; in {search.folder}")
     with stoppable() as requests:
         trainer = Trainer(search.record, options.gpus_per_trial, requests)
-        losses = halve(grid(search.axes), search.plan, partial(_train_rung, search, trainer))
+        losses = halve(
+            grid(search.axes),
+            search.plan,
+            lambda i, trials: dict(zip(trials, _train(search, trainer, [Run(i, trial) for trial in trials]))),
+        )
         noise = _noise(search, losses, trainer)
     if not survivors(losses[-1], 1):
         raise ConfigError("no run has a finite loss; try lower learning rates")
@@ -175,17 +174,11 @@ def _shorter(steps: int | Amount, divisor: int) -> int | Amount:
     return max(1, steps // divisor)
 
 
-def _train_rung(search: Search, trainer: Trainer, rung: int, trials: list[Trial]) -> dict[Trial, float]:
-    """The losses of the trials after rung `rung`, from 0; infinite for a run that diverged."""
-    runs = {trial: Run(rung, trial) for trial in trials}
-    _train(search, trainer, list(runs.values()))
-    return {trial: search.loss(run) for trial, run in runs.items()}
-
-
-def _train(search: Search, trainer: Trainer, runs: Sequence[Run]) -> None:
-    """Train runs of one rung."""
+def _train(search: Search, trainer: Trainer, runs: Sequence[Run]) -> list[float]:
+    """Train runs of one rung. Returns their losses; infinite for a run that diverged."""
     prefix = f"rung {runs[0].rung + 1} of {len(search.plan)}, "
     trainer.train([search.to_train(run) for run in runs], prefix)
+    return [search.record.loss(search.name(run)) for run in runs]
 
 
 def _noise(search: Search, losses: Sequence[dict[Trial, float]], trainer: Trainer) -> float | None:
@@ -194,9 +187,8 @@ def _noise(search: Search, losses: Sequence[dict[Trial, float]], trainer: Traine
     best = survivors(losses[-1], 1)
     if search.other_seed is None or not best:
         return None
-    run = Run(len(losses) - 1, best[0], search.other_seed)
-    _train(search, trainer, [run])
-    return SPREADS * abs(search.loss(run) - losses[-1][best[0]])
+    (loss,) = _train(search, trainer, [Run(len(losses) - 1, best[0], search.other_seed)])
+    return SPREADS * abs(loss - losses[-1][best[0]])
 
 
 def _table(search: Search, losses: Sequence[dict[Trial, float]]) -> list[str]:
