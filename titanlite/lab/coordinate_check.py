@@ -91,7 +91,7 @@ def random_batches(num: int, shape: tuple[int, int], vocab_size: int, seed: int)
     return [Batch(t[:, :-1].contiguous(), t[:, 1:].contiguous(), sequences * length, 0) for t in batches]
 
 
-def measure(trial: SmallRun, step_done: Callable[[], None]) -> dict[str, Size]:
+def measured_sizes(trial: SmallRun, step_done: Callable[[], None]) -> dict[str, Size]:
     """Train a new model for one step per batch, and measure the outputs of embedding, blocks and head. Raises
     Diverged if a loss is not finite."""
     job, device = trial.job, trial.device

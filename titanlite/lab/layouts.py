@@ -71,7 +71,7 @@ def assess(run: PlannedRun, cluster: Cluster) -> Layout:
     return Layout(run, largest, step_time(run, memory, cluster), verdict(memory, cluster.card.memory_gib))
 
 
-def search(
+def fitting_layouts(
     given: PlannedRun, cluster: Cluster, refusal: Callable[[PlannedRun], str | None]
 ) -> tuple[list[Layout], list[Refused]]:
     """The layouts that fit, from the fastest to the slowest, each with the largest micro-batch that fits and

@@ -23,7 +23,7 @@ from titanlite.job import Job, load_job
 from titanlite.lab import fit
 from titanlite.lab.calibration import Measurement, planned_gpus, read_measurement
 from titanlite.lab.cards import CARDS, GIB, Cluster
-from titanlite.lab.layouts import DOES_NOT_FIT, Layout, assess, search
+from titanlite.lab.layouts import DOES_NOT_FIT, Layout, assess, fitting_layouts
 from titanlite.lab.memory import KINDS, at_most
 from titanlite.lab.planned import PlannedRun, planned_run
 from titanlite.lab.scaling_law import CHINCHILLA
@@ -116,7 +116,7 @@ def _plan(job: Job, options: Namespace) -> dict[str, Any]:
         size = model["matmul_parameters"], length["tokens"], length["epochs"]
         plan["law"] = fit.law(options, fit.Target(resolved, *size, sequences, why_not))
     if options.top:
-        best, refused = search(run, cluster, _refusal())
+        best, refused = fitting_layouts(run, cluster, _refusal())
         plan["layouts"] = [
             _row(layout, run, length["tokens"]) | {"guess": _guess(layout.run, measurement)}
             for layout in best[: options.top]

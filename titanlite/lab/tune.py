@@ -30,8 +30,7 @@ from titanlite.config.component import ConfigError
 from titanlite.config.paths import check_output_file
 from titanlite.files import write_atomically
 from titanlite.job import Job, load_job
-from titanlite.lab import find_batch, ladder, search
-from titanlite.lab import measure as measure_machine
+from titanlite.lab import find_batch, ladder, measure, search
 from titanlite.lab import width as rules
 from titanlite.lab.coordinate_check import (
     Size,
@@ -39,7 +38,7 @@ from titanlite.lab.coordinate_check import (
     SmallRun,
     averaged,
     largest_slope,
-    measure,
+    measured_sizes,
     random_batches,
     slopes,
 )
@@ -60,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     if options.find_batch:
         return find_batch.main(options, overrides)
     if options.measure:
-        return measure_machine.main(options, overrides)
+        return measure.main(options, overrides)
     if options.ladder:
         return ladder.main(options, overrides)
     if not options.coordinate_check:
@@ -87,10 +86,10 @@ def coordinate_check(job: Job, options: Namespace) -> int:
         for seed in seeds:
             batches = random_batches(options.steps, BATCH, num_ids, seed)
             for width, small in runs.items():
-                sizes[width].append(measure(SmallRun(small, batches, seed, device), progress.update))
+                sizes[width].append(measured_sizes(SmallRun(small, batches, seed, device), progress.update))
     mean = {width: averaged(measured) for width, measured in sizes.items()}
     slopes_of = slopes(mean)
-    lines = [*table(mean, slopes_of, options.steps), verdict(slopes_of, options.widths), *settings]
+    lines = [*slopes_table(mean, slopes_of, options.steps), verdict(slopes_of, options.widths), *settings]
     print("\n".join(lines))
     if options.output:
         write_atomically(options.output, _record(job, options, mean, slopes_of))
@@ -151,7 +150,9 @@ def _settings(job: Job, options: Namespace) -> list[str]:
     return ["", head, *rules.toml_lines(config, fields, groups)]
 
 
-def table(sizes: Mapping[int, Mapping[str, Size]], slopes_of: Mapping[str, Slopes], steps: int) -> list[str]:
+def slopes_table(
+    sizes: Mapping[int, Mapping[str, Size]], slopes_of: Mapping[str, Slopes], steps: int
+) -> list[str]:
     """The lines of the table: the change of each output by width, and the slopes."""
     widths = "".join(f"{width:>10}" for width in sizes)
     lines = [f"RMS of the change after {steps} steps, by width; slopes of the change and of the output"]

@@ -18,7 +18,7 @@ from titanlite.config.component import ConfigError
 from titanlite.job import Job, load_job
 from titanlite.lab.activations import BlockShape
 from titanlite.lab.cards import CARDS, Cluster, parse_gpus
-from titanlite.lab.layouts import CLOSE, DOES_NOT_FIT, FITS, assess, search, verdict
+from titanlite.lab.layouts import CLOSE, DOES_NOT_FIT, FITS, assess, fitting_layouts, verdict
 from titanlite.lab.memory import GIB, OUTSIDE, in_flight, rank_memory
 from titanlite.lab.planned import PlannedRun, planned_run
 from titanlite.lab.sharding import parameters_of, rank_parameters
@@ -312,7 +312,7 @@ def test_the_search_prefers_the_fastest_layout_and_names_reasons() -> None:
         uneven = run.global_batch % (run.job.training.local_batch_size * run.degrees.data_parallel)
         return reason if uneven or run.degrees.tp > 1 or run.degrees.pp > 4 else None
 
-    best, others = search(given, Cluster(H100, 8), refusal)
+    best, others = fitting_layouts(given, Cluster(H100, 8), refusal)
     seconds = [layout.time.seconds for layout in best]
     assert seconds == sorted(seconds)
     assert best[0].time.seconds <= assess(given, Cluster(H100, 8)).time.seconds
@@ -320,7 +320,7 @@ def test_the_search_prefers_the_fastest_layout_and_names_reasons() -> None:
     assert all(math.prod(layout.run.degrees) == 8 for layout in best)
     assert {refused.reason for refused in others} == {reason}
     small = Cluster(H100._replace(memory_gib=1.0), 8)  # less than what is outside torch
-    fitting, others = search(given, small, refusal)
+    fitting, others = fitting_layouts(given, small, refusal)
     assert not fitting
     assert any(refused.peak_gib and refused.reason.startswith("too large") for refused in others)
 
