@@ -44,7 +44,7 @@ from titanlite.job import Job, load_job  # noqa: E402
 from titanlite.lab.cards import CARDS, GIB, Cluster  # noqa: E402
 from titanlite.lab.layouts import DOES_NOT_FIT, FITS, verdict  # noqa: E402
 from titanlite.lab.memory import rank_memory  # noqa: E402
-from titanlite.lab.plan import planned_run  # noqa: E402
+from titanlite.lab.planned import planned_run  # noqa: E402
 from titanlite.lab.step_time import guesses, step_time  # noqa: E402
 from titanlite.table import table  # noqa: E402
 

@@ -28,7 +28,7 @@ from titanlite.job import load_job  # noqa: E402
 from titanlite.lab.calibration import read_measurement  # noqa: E402
 from titanlite.lab.cards import Cluster  # noqa: E402
 from titanlite.lab.layouts import assess  # noqa: E402
-from titanlite.lab.plan import planned_run  # noqa: E402
+from titanlite.lab.planned import planned_run  # noqa: E402
 from titanlite.lab.step_time import guesses  # noqa: E402
 from titanlite.table import table  # noqa: E402
 

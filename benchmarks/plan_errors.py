@@ -26,7 +26,7 @@ if str(ROOT) not in sys.path:
 from titanlite.job import load_job  # noqa: E402
 from titanlite.lab.cards import CARDS, GIB, Cluster  # noqa: E402
 from titanlite.lab.memory import rank_memory  # noqa: E402
-from titanlite.lab.plan import planned_run  # noqa: E402
+from titanlite.lab.planned import planned_run  # noqa: E402
 from titanlite.lab.step_time import guesses, step_time  # noqa: E402
 from titanlite.table import table  # noqa: E402
 

@@ -111,7 +111,10 @@ def as_tokenizer_json(model: SentencePieceModel) -> dict[str, Any]:
     to_text = [_replace({"String": SPACE_MARK}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
     if model.add_dummy_prefix:
         to_text.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    splits = [_split(regex) for regex in _split_patterns(model)]
+    splits = [
+        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+        for regex in _split_patterns(model)
+    ]
     return tokenizer_tree(
         model.special(),
         model.bos,
@@ -146,10 +149,6 @@ def _split_patterns(model: SentencePieceModel) -> Iterator[str]:
 def _symbols(model: SentencePieceModel) -> list[str]:
     """Return the user-defined symbols, the longest first, because the longest one that matches is taken."""
     return sorted((piece.text for piece in model.pieces if piece.type == USER_DEFINED), key=len, reverse=True)
-
-
-def _split(regex: str) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
 
 
 def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:

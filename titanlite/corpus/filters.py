@@ -46,6 +46,17 @@ class Filter(Component, makes=(Callable, LshSignature)):  # type: ignore[arg-typ
         on the number of processes. Raises ConfigError if a library is missing."""
 
 
+class TextFilter(Filter):
+    """Base of the filters that examine one document at a time."""
+
+    @abstractmethod
+    def reason_to_remove(self, text: str) -> str | None:
+        """Return why a document is removed, or None to keep it."""
+
+    def build(self) -> FilterFunction:
+        return self.reason_to_remove
+
+
 def _check_shares(section: Filter, *keys: str) -> None:
     for key in keys:
         for share in np.atleast_1d(getattr(section, key)).tolist():
@@ -54,7 +65,7 @@ def _check_shares(section: Filter, *keys: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Length(Filter, name="length"):
+class Length(TextFilter, name="length"):
     """Removes short and long documents."""
 
     min_characters: int = 0
@@ -72,24 +83,21 @@ class Length(Filter, name="length"):
             if low < 0 or (high != 0 and high < low):
                 raise ConfigError(f"{low} to {high} is not a range", f"min_{unit}")
 
-    def build(self) -> FilterFunction:
-        def reason_to_remove(text: str) -> str | None:
-            words = len(text.split())
-            for count, unit, low, high in (
-                (len(text), "characters", self.min_characters, self.max_characters),
-                (words, "words", self.min_words, self.max_words),
-            ):
-                if count < low:
-                    return f"{count} {unit}, fewer than {low}"
-                if high and count > high:
-                    return f"{count} {unit}, more than {high}"
-            return None
-
-        return reason_to_remove
+    def reason_to_remove(self, text: str) -> str | None:
+        words = len(text.split())
+        for count, unit, low, high in (
+            (len(text), "characters", self.min_characters, self.max_characters),
+            (words, "words", self.min_words, self.max_words),
+        ):
+            if count < low:
+                return f"{count} {unit}, fewer than {low}"
+            if high and count > high:
+                return f"{count} {unit}, more than {high}"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeanWordLength(Filter, name="mean_word_length"):
+class MeanWordLength(TextFilter, name="mean_word_length"):
     """Removes documents whose mean word is too short or too long for prose."""
 
     min: float = 3.0
@@ -101,18 +109,15 @@ class MeanWordLength(Filter, name="mean_word_length"):
         if not 0 <= self.min <= self.max:
             raise ConfigError(f"{self.min:g} to {self.max:g} is not a range", "min")
 
-    def build(self) -> FilterFunction:
-        def reason_to_remove(text: str) -> str | None:
-            words = text.split()
-            mean = sum(map(len, words)) / max(len(words), 1)
-            inside = self.min <= mean <= self.max
-            return None if inside else f"mean word length {mean:.2f}, outside {self.min:g} to {self.max:g}"
-
-        return reason_to_remove
+    def reason_to_remove(self, text: str) -> str | None:
+        words = text.split()
+        mean = sum(map(len, words)) / max(len(words), 1)
+        inside = self.min <= mean <= self.max
+        return None if inside else f"mean word length {mean:.2f}, outside {self.min:g} to {self.max:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alphabetic(Filter, name="alphabetic"):
+class Alphabetic(TextFilter, name="alphabetic"):
     """Removes documents with too few words with a letter of any alphabet."""
 
     min_share: float = 0.8
@@ -121,17 +126,16 @@ class Alphabetic(Filter, name="alphabetic"):
     def __post_init__(self) -> None:
         _check_shares(self, "min_share")
 
-    def build(self) -> FilterFunction:
-        def reason_to_remove(text: str) -> str | None:
-            words = text.split()
-            share = sum(any(map(str.isalpha, w)) for w in words) / max(len(words), 1)
-            return _below(share, self.min_share, "of the words contain a letter")
-
-        return reason_to_remove
+    def reason_to_remove(self, text: str) -> str | None:
+        words = text.split()
+        share = sum(any(map(str.isalpha, w)) for w in words) / max(len(words), 1)
+        if share >= self.min_share:
+            return None
+        return f"{share:.1%} of the words contain a letter, less than {self.min_share:.1%}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Symbols(Filter, name="symbols"):
+class Symbols(TextFilter, name="symbols"):
     """Removes documents in which one symbol is too frequent, as in Gopher's rules."""
 
     symbols: list[str] = field(default_factory=lambda: ["#", "..."])
@@ -144,20 +148,17 @@ class Symbols(Filter, name="symbols"):
         if not self.symbols or not all(self.symbols):
             raise ConfigError("give at least one symbol; none may be empty", "symbols")
 
-    def build(self) -> FilterFunction:
+    def reason_to_remove(self, text: str) -> str | None:
         symbols = [symbol.replace("\u2026", "...") for symbol in self.symbols]
-
-        def reason_to_remove(text: str) -> str | None:
-            num_words, text = max(len(text.split()), 1), text.replace("\u2026", "...")
-            counts = {symbol: text.count(symbol) for symbol in symbols}
-            most = max(counts, key=counts.__getitem__)
-            return _above(counts[most] / num_words, self.max_share, f"{most!r} per word", percent=False)
-
-        return reason_to_remove
+        num_words, text = max(len(text.split()), 1), text.replace("\u2026", "...")
+        counts = {symbol: text.count(symbol) for symbol in symbols}
+        most = max(counts, key=counts.__getitem__)
+        share = counts[most] / num_words
+        return None if share <= self.max_share else f"{share:.2f} {most!r} per word, over {self.max_share:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RepeatedLines(Filter, name="repeated_lines"):
+class RepeatedLines(TextFilter, name="repeated_lines"):
     """Removes documents that repeat their lines, which are compared without the blanks around them. Blank
     lines are left out."""
 
@@ -169,24 +170,21 @@ class RepeatedLines(Filter, name="repeated_lines"):
     def __post_init__(self) -> None:
         _check_shares(self, "max_line_share", "max_character_share")
 
-    def build(self) -> FilterFunction:
-        def reason_to_remove(text: str) -> str | None:
-            lines = [line for line in map(str.strip, text.splitlines()) if line]
-            repeats = len(lines) - len(set(lines))
-            characters = sum(map(len, lines)) - sum(map(len, set(lines)))
-            return _above(repeats / max(len(lines), 1), self.max_line_share, "of the lines are repeats") or (
-                _above(
-                    characters / max(sum(map(len, lines)), 1),
-                    self.max_character_share,
-                    "of the characters are in repeated lines",
-                )
+    def reason_to_remove(self, text: str) -> str | None:
+        lines = [line for line in map(str.strip, text.splitlines()) if line]
+        repeats = len(lines) - len(set(lines))
+        characters = sum(map(len, lines)) - sum(map(len, set(lines)))
+        return _above(repeats / max(len(lines), 1), self.max_line_share, "of the lines are repeats") or (
+            _above(
+                characters / max(sum(map(len, lines)), 1),
+                self.max_character_share,
+                "of the characters are in repeated lines",
             )
-
-        return reason_to_remove
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class RepeatedNGrams(Filter, name="repeated_ngrams"):
+class RepeatedNGrams(TextFilter, name="repeated_ngrams"):
     """Removes documents that repeat their phrases of n words."""
 
     max_top_share: list[float] = field(default_factory=lambda: [0.20, 0.18, 0.16])
@@ -198,30 +196,27 @@ class RepeatedNGrams(Filter, name="repeated_ngrams"):
     def __post_init__(self) -> None:
         _check_shares(self, "max_top_share", "max_repeated_share")
 
-    def build(self) -> FilterFunction:
-        def reason_to_remove(text: str) -> str | None:
-            words = text.split()
-            lengths, hashes = np.array([len(w) for w in words], dtype=np.int64), word_hashes(words)
-            total = max(int(lengths.sum()), 1)
-            for n, limit in enumerate(self.max_top_share, 2):
-                if len(words) > n:
-                    grams = ngram_hashes(hashes, n)
-                    _, first, counts = np.unique(grams, return_index=True, return_counts=True)
-                    top = int(counts.max())
-                    sizes = np.convolve(lengths, np.ones(n, dtype=np.int64), "valid")
-                    covered = top * int(sizes[first[counts == top]].max())  # longest of equally frequent ones
-                    subject = f"of the characters are one {n}-gram"
-                    if top > 1 and (reason := _above(covered / total, limit, subject)):
-                        return reason
-            for n, limit in enumerate(self.max_repeated_share, 5):
-                if len(words) > n:
-                    covered = int(lengths[_repeated(ngram_hashes(hashes, n), n)].sum())
-                    subject = f"of the characters are in repeated {n}-grams"
-                    if reason := _above(covered / total, limit, subject):
-                        return reason
-            return None
-
-        return reason_to_remove
+    def reason_to_remove(self, text: str) -> str | None:
+        words = text.split()
+        lengths, hashes = np.array([len(w) for w in words], dtype=np.int64), word_hashes(words)
+        total = max(int(lengths.sum()), 1)
+        for n, limit in enumerate(self.max_top_share, 2):
+            if len(words) > n:
+                grams = ngram_hashes(hashes, n)
+                _, first, counts = np.unique(grams, return_index=True, return_counts=True)
+                top = int(counts.max())
+                sizes = np.convolve(lengths, np.ones(n, dtype=np.int64), "valid")
+                covered = top * int(sizes[first[counts == top]].max())  # longest of equally frequent ones
+                subject = f"of the characters are one {n}-gram"
+                if top > 1 and (reason := _above(covered / total, limit, subject)):
+                    return reason
+        for n, limit in enumerate(self.max_repeated_share, 5):
+            if len(words) > n:
+                covered = int(lengths[_repeated(ngram_hashes(hashes, n), n)].sum())
+                subject = f"of the characters are in repeated {n}-grams"
+                if reason := _above(covered / total, limit, subject):
+                    return reason
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,13 +306,5 @@ def _repeated(grams: np.ndarray, n: int) -> np.ndarray:
     return np.convolve(again, np.ones(n, dtype=np.int64))[: len(again)] > 0
 
 
-def _above(share: float, limit: float, subject: str, percent: bool = True) -> str | None:
-    if share <= limit:
-        return None
-    if percent:
-        return f"{share:.1%} {subject}, more than {limit:.1%}"
-    return f"{share:.2f} {subject}, over {limit:g}"
-
-
-def _below(share: float, limit: float, subject: str) -> str | None:
-    return None if share >= limit else f"{share:.1%} {subject}, less than {limit:.1%}"
+def _above(share: float, limit: float, subject: str) -> str | None:
+    return None if share <= limit else f"{share:.1%} {subject}, more than {limit:.1%}"

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
-from titanlite.corpus.report import located, merge, table
+from titanlite.corpus.report import located, merge, summary
 from titanlite.corpus.stages import JobState, PrepareOptions
 from titanlite.data.shards import TokenShards, write_description
 from titanlite.data.worker_pool import num_cores, worker_pool
@@ -274,7 +274,7 @@ def _complete(state: JobState, output: Path, origin: dict[str, Any] | None) -> T
                 return None
             report = merge([shard["report"] for shard in shards])
             if not report["kept"]["documents"]:
-                reason = f"; the filters removed all text:\n{table(report)}" if report["filters"] else ""
+                reason = f"; the filters removed all text:\n{summary(report)}" if report["filters"] else ""
                 raise ConfigError(f"the corpus is empty: no text in its files{reason}")
             text = json.dumps(located(report), indent=1, ensure_ascii=False) + "\n"
             write_atomically(folder / "report.json", text)

@@ -29,7 +29,7 @@ from titanlite.config.overrides import split_words
 from titanlite.config.paths import PathText, check_writable
 from titanlite.corpus.hub import PREFIX, HubSplit, hub_files
 from titanlite.corpus.pipeline import prepare, prepared_record, work_folder
-from titanlite.corpus.report import table
+from titanlite.corpus.report import summary
 from titanlite.corpus.stages import PrepareOptions
 from titanlite.corpus.stream_files import fetch
 from titanlite.data.shards import TokenShards
@@ -116,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
     if shards.warning:
         tell(f"{output}: {shards.warning}")
     report = json.loads((output / "report.json").read_text())
-    print(table(report))
+    print(summary(report))
     print(
         f"{output}: {shards.counts()} "
         f"({report['kept']['characters'] / shards.num_tokens:.2f} characters per token), "

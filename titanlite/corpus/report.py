@@ -96,7 +96,7 @@ def located(tree: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def table(tree: dict[str, Any]) -> str:
+def summary(tree: dict[str, Any]) -> str:
     """Return the report as a table, one line per filter."""
     read = tree["read"]
     filters = [(f["name"], f, "-" if f["documents"] else "") for f in tree["filters"]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -17,16 +17,15 @@ import torch
 from titanlite.attention.sdpa import CAUSAL
 from titanlite.data.batch import Batch
 from titanlite.errors import Diverged
-from titanlite.losses import Loss
+from titanlite.job import Job
 from titanlite.mesh import ALONE
-from titanlite.models.base import Decoder, ModelFamily, logits
-from titanlite.models.load_balance import LoadBalance
+from titanlite.models.base import Decoder, logits
 from titanlite.models.moe import Router, moe_layers_of
-from titanlite.optim.base import Optimizer, guarded_step, set_lr
+from titanlite.optim.base import guarded_step, set_lr
 from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import Clipper, grad_norms
 from titanlite.parallel.settings import ParallelSettings
-from titanlite.runtime.training import Training
+from titanlite.parallel.sharded_model import ShardedModel
 
 EMBEDDING, LOGITS, ROUTER = "embedding", "logits", "router"
 TOLERANCE, SPAN = 0.1, 8  # the slope that passes if the widest model has 8 times the width of the narrowest
@@ -36,15 +35,23 @@ LAST_LR = 0.25  # share of the peak learning rate in the last step, to which the
 
 @dataclass(frozen=True)
 class SmallRun:
-    """Settings that all widths of a check share. `batches`: one per step; outputs are measured on the
-    first."""
+    """Training of a job's model on one device, on batches of random tokens. A check takes a step on each
+    batch, and measures outputs on the first."""
 
-    loss: Loss
-    training: Training
+    job: Job
     batches: Sequence[Batch]
     seed: int
     device: torch.device
-    moe: LoadBalance = field(default_factory=LoadBalance)
+
+    def start(
+        self, net: Decoder, settings: ParallelSettings
+    ) -> tuple[ShardedModel, torch.optim.Optimizer, Clipper]:
+        """Return the model, which is on the meta device, initialised, and what updates it as the trainer does
+        on one rank."""
+        model = parallelize(net, self.job.loss, ALONE, settings)
+        model.materialize(self.device, self.seed)
+        optimizer, training = self.job.optimizer.build(model.net, ALONE), self.job.training
+        return model, optimizer, Clipper(training.clip, training.max_norm, model.net, optimizer)
 
 
 class Size(NamedTuple):
@@ -84,18 +91,13 @@ def random_batches(num: int, shape: tuple[int, int], vocab_size: int, seed: int)
     return [Batch(t[:, :-1].contiguous(), t[:, 1:].contiguous(), sequences * length, 0) for t in batches]
 
 
-def measure(
-    model: ModelFamily, optimizer: Optimizer, trial: SmallRun, step_done: Callable[[], None] = lambda: None
-) -> dict[str, Size]:
+def measured_sizes(trial: SmallRun, step_done: Callable[[], None]) -> dict[str, Size]:
     """Train a new model for one step per batch, and measure the outputs of embedding, blocks and head. Raises
     Diverged if a loss is not finite."""
-    device = trial.device
-    net = model.build_on_meta()
-    optimizer.check(net)
-    sharded = parallelize(net, trial.loss, ALONE, ParallelSettings(moe=trial.moe))
-    sharded.materialize(device, trial.seed)
-    stepper = optimizer.build(sharded.net, ALONE)
-    clipper = Clipper(trial.training.clip, trial.training.max_norm, sharded.net, stepper)
+    job, device = trial.job, trial.device
+    net = job.model.build_on_meta()
+    job.optimizer.check(net)
+    sharded, stepper, clipper = trial.start(net, ParallelSettings(moe=job.moe))
     tokens = trial.batches[0].inputs.to(device)
     before = outputs(sharded.net, tokens)
     for step, batch in enumerate(trial.batches, 1):
@@ -103,7 +105,7 @@ def measure(
         norms = grad_norms(sharded.net)
         apply = norms.total.isfinite() & loss.isfinite()
         if not apply.item():
-            raise Diverged(f"width {model.config.dim}: the loss of step {step} is not finite")
+            raise Diverged(f"width {job.model.config.dim}: the loss of step {step} is not finite")
         set_lr(stepper, LAST_LR * step / len(trial.batches))
         guarded_step(stepper, apply, clipper.clip(norms, apply, step))
         stepper.zero_grad()

@@ -25,8 +25,7 @@ from titanlite.files import make_folder
 from titanlite.job import Job, load_job
 from titanlite.lab.cards import GIB, Card, Cluster
 from titanlite.lab.memory import rank_memory
-from titanlite.lab.plan import planned_run
-from titanlite.lab.planned import PlannedRun
+from titanlite.lab.planned import PlannedRun, planned_run
 from titanlite.lab.trial_runs import LOOK_S, RunFailed, end_runs, groups_of_gpus, start_run, stoppable
 from titanlite.log import tell
 from titanlite.metrics.memory import REMEDIES, OutOfMemory
@@ -122,7 +121,7 @@ def _with_size(job: Job, size: int) -> Job:
     return replace(job, training=replace(job.training, local_batch_size=size))
 
 
-class _Trainer:
+class BatchTrainer:
     """Trains a job with one size of micro-batches after another, in runs of three steps."""
 
     def __init__(self, options: Namespace, overrides: Sequence[str], requests: StopRequests, folder: Path):
@@ -135,10 +134,9 @@ class _Trainer:
 
     def planned(self, size: int) -> PlannedRun:
         """The job with micro-batches of `size` sequences."""
-        training = _with_size(self.job, size).training
-        batch = BatchLayout.from_training(training, self._run.degrees.data_parallel)
-        sizes = self.job.batch_sizes(batch.global_size)
-        return replace(self._run, training=training, global_batch=max(sizes.values()))
+        job = _with_size(self.job, size)
+        batch = BatchLayout.from_training(job.training, self._run.degrees.data_parallel)
+        return replace(self._run, job=job, global_batch=max(job.batch_sizes(batch.global_size).values()))
 
     def planned_gib(self, size: int) -> float:
         return max(rank.peak.total for rank in rank_memory(self.planned(size))) / GIB
@@ -182,7 +180,7 @@ class _Trainer:
         """The overrides of a run. More than two micro-batches per step take no more memory, except in a
         pipeline; stages end after numbers of sequences, which fewer per step might not reach."""
         run = self.planned(size)
-        batch = BatchLayout.from_training(run.training, run.degrees.data_parallel).global_size
+        batch = BatchLayout.from_training(run.job.training, run.degrees.data_parallel).global_size
         if not self.has_whole_steps(size):
             batch = 2 * size * run.degrees.data_parallel
         own = [f"--training.local_batch_size={size}", f"--training.global_batch_size={batch}"]
@@ -250,7 +248,7 @@ def _text(log: Path) -> str:
 def main(options: Namespace, overrides: Sequence[str]) -> int:
     """Find the largest micro-batch and print it. Returns the exit code."""
     with stoppable() as requests, tempfile.TemporaryDirectory(prefix="titanlite-find-batch-") as folder:
-        trainer = _Trainer(options, overrides, requests, Path(folder))
+        trainer = BatchTrainer(options, overrides, requests, Path(folder))
         sizes, card = trainer.sizes(), trainer.card
         tell(
             f"{card.name}: {card.memory_gib:.1f} GiB, of which torch may reserve {MAX_SHARE:.0%}; "
@@ -273,7 +271,7 @@ def _line(trial: BatchTrial, card_gib: float) -> str:
     return f"{trial.result(card_gib)}: {memory}, {trial.tokens_per_second:,.0f} tokens/s per GPU"
 
 
-def _table(trials: Sequence[BatchTrial], trainer: _Trainer) -> str:
+def _table(trials: Sequence[BatchTrial], trainer: BatchTrainer) -> str:
     rows = [["result", "local_batch_size", "planned GiB", "allocated", "reserved", "tokens/s per GPU"]]
     for trial in trials:
         numbers = [trial.allocated_gib, trial.reserved_gib]
@@ -285,7 +283,7 @@ def _table(trials: Sequence[BatchTrial], trainer: _Trainer) -> str:
 
 
 def _answer(
-    fitting: Sequence[BatchTrial], trials: Sequence[BatchTrial], sizes: Sequence[int], trainer: _Trainer
+    fitting: Sequence[BatchTrial], trials: Sequence[BatchTrial], sizes: Sequence[int], trainer: BatchTrainer
 ) -> list[str]:
     """The largest size that fits, and the fastest. A run with fewer micro-batches per step than the job has
     takes the optimizer's step more often, which makes small sizes look slow: it can show that a smaller

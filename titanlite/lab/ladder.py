@@ -22,14 +22,12 @@ from titanlite.job import Job, load_job
 from titanlite.lab import width as rules
 from titanlite.lab.cards import Cluster, known_card
 from titanlite.lab.fit import MIN_RUNS, check_from_scratch
-from titanlite.lab.layouts import assess
-from titanlite.lab.plan import planned_run
+from titanlite.lab.layouts import DOES_NOT_FIT, assess
+from titanlite.lab.planned import planned_run
 from titanlite.lab.shapes import Shape, candidates, count, default_sizes, nearest
-from titanlite.lab.trial_runs import LOSS, Record, Trainer, TrialRun, keys_of, stoppable
+from titanlite.lab.trial_runs import LOSS, Trainer, TrialRecord, TrialRun, keys_of, stoppable
 from titanlite.log import tell
 from titanlite.report.charts import short
-from titanlite.report.page import report
-from titanlite.report.recorded_run import read_run
 from titanlite.runtime.process import device_name
 from titanlite.runtime.training import BatchLayout
 from titanlite.start_log import job_toml_text
@@ -78,7 +76,7 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
     except ConfigError as e:
         raise toml.read(options.config, overrides)[1].located(e) from None
     # Sizes and ratios may differ, so that a command can add runs to the ladder of an earlier command.
-    record = Record("ladder", _folder(job, options), {"job": keys_of(job), "standard": options.standard})
+    record = TrialRecord("ladder", _folder(job, options), {"job": keys_of(job), "standard": options.standard})
     record.read()
     texts = {Path(f"{run.job.folder}.toml"): job_toml_text(run.job, [run.about]) for run in runs}
     for path, text in texts.items():
@@ -96,8 +94,7 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
         return 0
     with stoppable() as requests:
         Trainer(record, options.gpus_per_trial, requests).train([run.to_train() for run in runs])
-    page = record.folder / "report.html"
-    write_atomically(page, report([read_run(Path(run.job.folder), run.name) for run in runs]))
+    page = record.write_report([run.name for run in runs])
     finite = [name for name in record.results if math.isfinite(record.loss(name))]
     if not finite:
         raise ConfigError("no run has a finite loss; try lower learning rates")
@@ -225,7 +222,7 @@ def _plan(job: Job, runs: Sequence[LadderRun], options: Namespace) -> list[str]:
     for run in runs:
         steps, tokens, flops = run.length
         rows.append([run.size, run.ratio, f"{tokens:,}", f"{steps:,}", f"{flops:.3g}"])
-        rows[-1] += [f"{_gpu_hours(run, Cluster(card, num_gpus, num_gpus)):.3g}"] if card else []
+        rows[-1] += [_gpu_hours(run, Cluster(card, num_gpus, num_gpus))] if card else []
     base, total = job.model.config.dim, sum(run.length.flops for run in runs)
     rule = "as in CONFIG" if options.standard else f"carried from width {base} by the width rules (muP)"
     lines = [table(models, num_texts=1), "", table(rows, num_texts=1), "", f"settings {rule}"]
@@ -247,13 +244,14 @@ def _plan(job: Job, runs: Sequence[LadderRun], options: Namespace) -> list[str]:
     return lines
 
 
-def _gpu_hours(run: LadderRun, cluster: Cluster) -> float:
-    """The GPU hours of a run, by the plan's step time."""
-    rate = assess(planned_run(run.job, cluster), cluster).time.tokens_per_second
-    return run.length.tokens / rate / 3600 * cluster.gpus
+def _gpu_hours(run: LadderRun, cluster: Cluster) -> str:
+    """The GPU hours of a run, by the plan's step time, or that it does not fit."""
+    layout = assess(planned_run(run.job, cluster), cluster)
+    hours = run.length.tokens / layout.time.tokens_per_second / 3600 * cluster.gpus
+    return DOES_NOT_FIT if layout.verdict == DOES_NOT_FIT else f"{hours:.3g}"
 
 
-def _losses(runs: Sequence[LadderRun], record: Record) -> str:
+def _losses(runs: Sequence[LadderRun], record: TrialRecord) -> str:
     """The final losses of the runs."""
     rows = [["size", "tokens/parameter", "parameters", "tokens", LOSS]]
     for run in runs:

@@ -11,7 +11,7 @@ from titanlite.lab.cards import GIB, Cluster
 from titanlite.lab.memory import OUTSIDE, RankMemory, at_most, rank_memory
 from titanlite.lab.planned import PlannedRun
 from titanlite.lab.step_time import StepTime, step_time
-from titanlite.parallelism import EXPERT_KEY, Degrees, Parallelism
+from titanlite.parallelism import EXPERT_KEY, Degrees
 from titanlite.parallelism import KEYS as DEGREE_KEYS
 
 FITS, CLOSE, DOES_NOT_FIT = "fits", "close", "does not fit"
@@ -34,14 +34,15 @@ class Layout:
 
     def overrides(self, given: PlannedRun) -> list[str]:
         """The command-line overrides that change the `given` run into this layout."""
+        parallelism, training, checkpoint = "parallelism", "training", "activation_checkpoint"
         old, new = dict[str, Any](), dict[str, Any]()
         for values, run in ((old, given), (new, self.run)):
-            parallelism, training = run.settings.parallelism, run.training
-            values |= {f"parallelism.{key}": degree for key, degree in zip(DEGREE_KEYS, run.degrees)}
-            values |= {f"parallelism.{key}": getattr(parallelism, key) for key in (EXPERT_KEY, "fsdp_reduce")}
-            values["training.global_batch_size"] = training.global_batch_size
-            values["training.local_batch_size"] = training.local_batch_size
-            values["activation_checkpoint.mode"] = run.settings.activation_checkpoint.mode
+            values |= {f"{parallelism}.{key}": degree for key, degree in zip(DEGREE_KEYS, run.degrees)}
+            for section, key in (
+                (parallelism, EXPERT_KEY), (parallelism, "fsdp_reduce"), (training, "global_batch_size"),
+                (training, "local_batch_size"), (checkpoint, "mode"),
+            ):  # fmt: skip
+                values[f"{section}.{key}"] = getattr(getattr(run.job, section), key)
         return [f"--{key}={value}" for key, value in new.items() if old[key] != value]
 
 
@@ -70,7 +71,7 @@ def assess(run: PlannedRun, cluster: Cluster) -> Layout:
     return Layout(run, largest, step_time(run, memory, cluster), verdict(memory, cluster.card.memory_gib))
 
 
-def search(
+def fitting_layouts(
     given: PlannedRun, cluster: Cluster, refusal: Callable[[PlannedRun], str | None]
 ) -> tuple[list[Layout], list[Refused]]:
     """The layouts that fit, from the fastest to the slowest, each with the largest micro-batch that fits and
@@ -79,11 +80,8 @@ def search(
     `refusal`: why a job cannot use a run's layout, or None. Layouts keep the global batch."""
     best, refused = list[Layout](), list[Refused]()
     for degrees, expert_degree in _degrees(given, cluster):
-        parallelism = replace(given.settings.parallelism, expert_parallel_degree=expert_degree)
-        changed = replace(given, settings=replace(given.settings, parallelism=parallelism))
-        of_modes = [
-            _largest(changed, degrees, mode, cluster, refusal) for mode in ("none", "selective", "full")
-        ]
+        placed = _placed(given, degrees, expert_degree)
+        of_modes = [_largest(placed, mode, cluster, refusal) for mode in ("none", "selective", "full")]
         fitting = [layout for layout in of_modes if isinstance(layout, Layout)]
         if fitting:
             best.append(min(fitting, key=lambda layout: layout.time.seconds))
@@ -94,16 +92,14 @@ def search(
 
 
 def _largest(
-    given: PlannedRun,
-    degrees: Degrees,
-    mode: str,
-    cluster: Cluster,
-    refusal: Callable[[PlannedRun], str | None],
+    placed: PlannedRun, mode: str, cluster: Cluster, refusal: Callable[[PlannedRun], str | None]
 ) -> Layout | Refused:
     """The layout with the largest micro-batch that fits; if none does, why."""
-    fastest, refused = None, None
+    fastest, refused, given = None, None, placed.job
+    checkpoint = replace(given.activation_checkpoint, mode=mode)  # type: ignore[arg-type]
     for size in itertools.takewhile(lambda n: n <= MAX_MICRO_BATCH, (2**i for i in itertools.count())):
-        run = _changed(given, degrees, mode, size)
+        training = replace(given.training, local_batch_size=size, global_batch_size=placed.global_batch)
+        run = replace(placed, job=replace(given, activation_checkpoint=checkpoint, training=training))
         if why := refusal(run):
             refused = refused or Refused(run.layout, why)
             continue
@@ -120,25 +116,19 @@ def _largest(
     return refused
 
 
-def _changed(given: PlannedRun, degrees: Degrees, mode: str, size: int) -> PlannedRun:
-    settings = given.settings
-    parallelism: Parallelism = replace(
-        settings.parallelism,
+def _placed(given: PlannedRun, degrees: Degrees, expert_degree: int) -> PlannedRun:
+    """The run on another layout."""
+    parallelism = replace(
+        given.job.parallelism,
         pipeline_parallel_degree=degrees.pp,
         data_parallel_replicate_degree=degrees.dp_replicate,
         data_parallel_shard_degree=degrees.dp_shard,
         context_parallel_degree=degrees.cp,
         tensor_parallel_degree=degrees.tp,
-        fsdp_reduce="step" if degrees.pp > 1 else settings.parallelism.fsdp_reduce,
+        expert_parallel_degree=expert_degree,
+        fsdp_reduce="step" if degrees.pp > 1 else given.job.parallelism.fsdp_reduce,
     )
-    checkpoint = replace(settings.activation_checkpoint, mode=mode)  # type: ignore[arg-type]
-    training = replace(given.training, local_batch_size=size, global_batch_size=given.global_batch)
-    return replace(
-        given,
-        degrees=degrees,
-        settings=replace(settings, parallelism=parallelism, activation_checkpoint=checkpoint),
-        training=training,
-    )
+    return replace(given, degrees=degrees, job=replace(given.job, parallelism=parallelism))
 
 
 def _degrees(given: PlannedRun, cluster: Cluster) -> Iterator[tuple[Degrees, int]]:

@@ -28,7 +28,8 @@ from titanlite.lab.cards import GIB, PCIE, Card, Cluster, known_card
 from titanlite.lab.coordinate_check import SmallRun, random_batches
 from titanlite.lab.layouts import DOES_NOT_FIT, FITS, Layout, assess
 from titanlite.lab.link import block_collectives
-from titanlite.lab.plan import decisive_keys, planned_run
+from titanlite.lab.plan import decisive_keys
+from titanlite.lab.planned import planned_run
 from titanlite.lab.step_time import LINK_SHARE
 from titanlite.lab.step_timer import seconds_of, time_steps
 from titanlite.log import tell
@@ -211,11 +212,11 @@ def _timed(job: Job, rt: Runtime, num_blocks: int) -> tuple[float, float]:
     batches = random_batches(2, shape, net.vocab_size, training.seed)
     if job.data.mask_documents:
         batches = [_one_document(batch) for batch in batches]
-    trial = SmallRun(job.loss, training, batches, training.seed, rt.device)
+    trial = SmallRun(job, batches, training.seed, rt.device)
     settings = replace(cut.parallel_settings(rt.param_dtype), attention=attention, clock=rt.clock)
     gc.collect()  # the model before may be in a cycle, and hold the device's memory
     try:
-        times = time_steps(net, trial, settings, job.optimizer, job.ema)
+        times = time_steps(net, trial, settings)
     except RuntimeError as e:
         if not is_out_of_memory(e):
             raise
@@ -255,11 +256,14 @@ def _text(measurement: Measurement) -> str:
 
 
 def _steps(job: Job, gpus: int, measurement: Measurement) -> str:
-    """The job's step time by part, before and after the calibration."""
-    before = Cluster(measurement.card, gpus, gpus)
+    """The job's step time by part, before and after the calibration, or that it does not fit."""
+    before, device = Cluster(measurement.card, gpus, gpus), f"{gpus} x {measurement.card.name}"
     after = before._replace(speeds=measurement.speeds)
-    times = [assess(planned_run(job, cluster), cluster).time for cluster in (before, after)]
-    rows = [[f"step on {gpus} x {measurement.card.name}", "planned s", "calibrated s", "share"]]
+    layouts = [assess(planned_run(job, cluster), cluster) for cluster in (before, after)]
+    if layouts[0].verdict == DOES_NOT_FIT:
+        return f"no step time on {device}, because the job does not fit"
+    times = [layout.time for layout in layouts]
+    rows = [[f"step on {device}", "planned s", "calibrated s", "share"]]
     for part, seconds in times[0].parts.items():
         calibrated = times[1].parts[part]
         rows.append([part, f"{seconds:.4g}", f"{calibrated:.4g}", f"{calibrated / times[1].seconds:.0%}"])

@@ -14,11 +14,11 @@ from itertools import accumulate
 import torch
 
 from titanlite.lab.activations import Kept, kept_by_block
+from titanlite.lab.cards import GIB
 from titanlite.lab.planned import PlannedRun
 from titanlite.lab.sharding import RankParameters, Unit, rank_parameters
 from titanlite.parallel.pipeline_parallel import STAGES_PER_RANK
 
-GIB = 1 << 30
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "gathered", "workspace")
 CUBLAS_WORKSPACE = 32 << 20  # torch's default on Hopper: docs of CUBLAS_WORKSPACE_CONFIG
 # The most memory that torch has reserved, in units of what its tensors take: recorded runs have 1.00 to 1.23
@@ -88,10 +88,9 @@ class _Step:
 
     def __init__(self, run: PlannedRun, pp_rank: int, frees: bool):
         self.run, self.pp_rank, self.frees = run, pp_rank, frees
-        self.dtype_size = run.settings.param_dtype.itemsize  # bytes of a number in the computation
-        self.parameters = rank_parameters(run.parameters, run.settings.parallelism, run.degrees, pp_rank)
+        self.parameters = rank_parameters(run.parameters, run.job.parallelism, run.degrees, pp_rank)
         self.units, self.blocks = self.parameters.units, list(self.parameters.blocks.values())
-        by_block = kept_by_block(run.shape, run.settings.activation_checkpoint, len(run.net.blocks()))
+        by_block = kept_by_block(run.shape, run.job.activation_checkpoint, len(run.net.blocks()))
         self.kept: list[Kept] = [by_block[i] for i in self.parameters.blocks]
         # Sums over the first blocks, from no block to all of them.
         self.kept_of_first = _sums(kept.kept for kept in self.kept)
@@ -100,7 +99,7 @@ class _Step:
         self.sharded_gradients_of_first = _sums(block.sharded_gradient for block in self.blocks)
         self.gradients_of_first = _sums(block.gradient for block in self.blocks)
         self.is_accumulating = run.num_micro_batches > 1
-        self.reduces_each = run.settings.reduces_every_micro_batch
+        self.reduces_each = run.job.parallel_settings(run.param_dtype).reduces_every_micro_batch
 
     def memory(self) -> RankMemory:
         return RankMemory(self.pp_rank, self.parameters, list(self._moments()))
@@ -116,19 +115,20 @@ class _Step:
             yield self._moment(f"backward of block {i}", self._backward(i))
         if self.parameters.embedding or self.parameters.root:
             yield self._moment("backward of the embedding", self._embedding())
-        yield self._moment("optimizer step", self._optimizer_step())
+        # Muon's copies of a matrix and its buckets are left out: they are smaller than a block's activations.
+        yield self._moment("optimizer step", {"gradients": self._gradients(len(self.blocks))})
 
     def _moment(self, name: str, sizes: dict[str, float]) -> Moment:
         run, units = self.run, self.units
         base = dict.fromkeys(KINDS, 0.0)
         base["workspace"] = CUBLAS_WORKSPACE
-        if not run.settings.cpu_offload:
-            average = sum(u.sharded_gradient for u in units) * run.ema.enable
+        if not run.job.training.enable_cpu_offload:
+            average = sum(u.sharded_gradient for u in units) * run.job.ema.enable
             base["weights"] = 4.0 * (sum(u.sharded for u in units) + average)
             base["optimizer"] = sum(u.state_bytes for u in units)
         for kind, size in sizes.items():
             base[kind] += size
-        if run.settings.cpu_offload:
+        if run.job.training.enable_cpu_offload:
             base["gradients"] = 0.0  # moved to the host as soon as they are reduced
         return Moment(name, base)
 
@@ -174,18 +174,15 @@ class _Step:
         """The gradient of the embedding's output in fp32, and the embedding's own."""
         run, unit = self.run, self.parameters.embedding or self.parameters.root
         assert unit is not None
-        workspace = self._reduction(unit) + self.dtype_size * unit.gradient if run.is_sharded else 0.0
+        workspace = (
+            self._reduction(unit) + run.param_dtype.itemsize * unit.gradient if run.is_sharded else 0.0
+        )
         return {
             "activations": 6.0 * run.tokens * run.net.config.dim / run.degrees.tp,
             "gradients": self._gradients(len(self.blocks)),
             "gathered": self._gathered(unit) if run.is_sharded and not self.frees else 0.0,
             "workspace": workspace,
         }
-
-    def _optimizer_step(self) -> dict[str, float]:
-        """The optimizer's state and gradients. Muon's copies of a matrix and its buckets are left out: they
-        are smaller than the activations of a block."""
-        return {"gradients": self._gradients(len(self.blocks))}
 
     # ---- gradients
 
@@ -216,16 +213,16 @@ class _Step:
 
     def _reduction(self, unit: Unit) -> float:
         """The input of FSDP's reduction of a unit, in the dtype of the reduction."""
-        size = 4 if self.run.training.mixed_precision_reduce == "float32" else 2
+        size = 4 if self.run.job.training.mixed_precision_reduce == "float32" else 2
         return float(size * unit.gradient)
 
     # ---- gathered weights, and copies of weights in the compute dtype
 
     def _gathered(self, unit: Unit) -> float:
         """Bytes of a unit that FSDP has gathered."""
-        size = self.dtype_size
+        size = self.run.param_dtype.itemsize
         ends = (self.parameters.embedding, self.parameters.head, self.parameters.root)
-        if self.run.settings.float8.gathers_float8 and not any(unit is end for end in ends):
+        if self.run.job.float8.gathers_float8 and not any(unit is end for end in ends):
             return float(unit.matrices + size * (unit.gathered - unit.matrices))
         return float(size * unit.gathered)
 
@@ -235,55 +232,50 @@ class _Step:
         return self._gathered(unit) if self.run.is_sharded else 0.0
 
     def _held_forward(self, i: int) -> float:
-        """Bytes that FSDP holds in the forward of block i."""
+        """Bytes that FSDP holds in the forward of block i, with tied embeddings and an embedding that is not
+        freed."""
         if not self.run.is_sharded:
             return 0.0
-        return self._held_blocks(i) + self._held_always()
+        root, embedding = self.parameters.root, self.parameters.embedding
+        held = self._gathered(self.blocks[i]) if self.frees else self.gathered_of_first[i + 1]
+        held += self._gathered(root) if root else 0.0
+        return held + (self._gathered(embedding) if embedding and not self.frees else 0.0)
 
     def _held_backward(self, i: int) -> float:
         """Bytes that FSDP holds in the backward of block i: the next block is gathered ahead."""
-        if not self.run.is_sharded:
-            return 0.0
-        held = self._held_blocks(i) + self._held_always()
-        if self.frees and i:
-            held += 2 * self._gathered(self.blocks[i - 1])
-        return held
-
-    def _held_blocks(self, i: int) -> float:
-        return self._gathered(self.blocks[i]) if self.frees else self.gathered_of_first[i + 1]
-
-    def _held_always(self) -> float:
-        """Tied embeddings, and an embedding that is not freed."""
-        root, embedding = self.parameters.root, self.parameters.embedding
-        held = self._gathered(root) if root else 0.0
-        return held + (self._gathered(embedding) if embedding and not self.frees else 0.0)
+        is_ahead = self.run.is_sharded and self.frees and i > 0
+        return self._held_forward(i) + (2 * self._gathered(self.blocks[i - 1]) if is_ahead else 0.0)
 
     @property
-    def _keeps_casts(self) -> bool:
-        """Whether autograd keeps bf16 copies of the matrices for the backward, as in a single process. In
-        float8 none is kept: llama3_1b_float8_h200_b16_torchtitan.json."""
-        settings = self.run.settings
-        return not (self.run.is_sharded or settings.param_dtype == torch.float32 or settings.float8.enable)
+    def _cast_size(self) -> int:
+        """Bytes per element of the copies of weights that a single process makes; 0: it makes none. In float8
+        none is kept: llama3_1b_float8_h200_b16_torchtitan.json."""
+        run = self.run
+        is_cast = not (run.is_sharded or run.param_dtype == torch.float32 or run.job.float8.enable)
+        return run.param_dtype.itemsize * is_cast
 
     def _casts(self, num_blocks: int) -> float:
-        """bf16 copies of the matrices, if they are kept."""
-        return self.dtype_size * self.casts_of_first[num_blocks] if self._keeps_casts else 0.0
+        """bf16 copies of the matrices of the first blocks, which autograd keeps for the backward."""
+        return self._cast_size * self.casts_of_first[num_blocks]
 
     def _repeated_casts(self, i: int) -> float:
         """Copies that the repeated forward of block i makes again."""
-        if not self._keeps_casts:
-            return 0.0
-        return self.dtype_size * (1 - self.kept[i].casts) * self.blocks[i].matrices
+        return self._cast_size * (1 - self.kept[i].casts) * self.blocks[i].matrices
 
     # ---- activations
 
     def _activations(self, num_blocks: int) -> float:
         """Bytes that the first blocks keep, and all blocks of the other micro-batches in flight."""
         run = self.run
-        schedule = run.settings.parallelism.pipeline_parallel_schedule
+        schedule = run.job.parallelism.pipeline_parallel_schedule
         others = in_flight(schedule, self.pp_rank, run.degrees.pp, run.num_micro_batches) - 1
         kept = self.kept_of_first
-        sent = self._num_pipeline_buffers() * run.num_micro_batches * run.net.config.dim * self.dtype_size
+        sent = (
+            self._num_pipeline_buffers()
+            * run.num_micro_batches
+            * run.net.config.dim
+            * run.param_dtype.itemsize
+        )
         return run.tokens * (kept[num_blocks] + others * kept[-1] + sent / run.degrees.tp)
 
     def _num_pipeline_buffers(self) -> int:
@@ -291,7 +283,7 @@ class _Step:
         hidden states that a stage receives, one for their gradients (layouts_8b_h200x2_32768.json)."""
         if self.run.degrees.pp == 1:
             return 0
-        num_stages = STAGES_PER_RANK[self.run.settings.parallelism.pipeline_parallel_schedule]
+        num_stages = STAGES_PER_RANK[self.run.job.parallelism.pipeline_parallel_schedule]
         num_ends = (self.parameters.embedding is not None) + (self.parameters.head is not None)
         return 2 * num_stages - num_ends
 
@@ -299,13 +291,13 @@ class _Step:
         """The last hidden states. The final norm, which is not compiled, keeps its input in fp32. Its output,
         of which tensor parallel gathers all tokens, and with the chunked loss its gradient are in the compute
         dtype."""
-        run, size = self.run, self.dtype_size
+        run, size = self.run, self.run.param_dtype.itemsize
         copies = 2 if self._is_chunked else 1
         return run.tokens * run.net.config.dim * (4 / run.degrees.tp + copies * size)
 
     @property
     def _is_chunked(self) -> bool:
-        return self.run.loss.num_chunks(self.run.tokens) > 0 or self.run.degrees.tp > 1
+        return self.run.job.loss.num_chunks(self.run.tokens) > 0 or self.run.degrees.tp > 1
 
     def _logits(self) -> float:
         """Logits, the head's gradient, and its weight in the compute dtype, which a single process casts.
@@ -315,17 +307,17 @@ class _Step:
         gradient (memory_h200.json). Uncompiled, log-softmax is in fp32, and torch first casts its input
         (lora_memory_h200.json). Of all logits at once its output, its gradient and the gradient of its input
         are there together, before the head's gradient (blind_points_h200.json)."""
-        run, size = self.run, self.dtype_size
+        run, size = self.run, self.run.param_dtype.itemsize
         vocabulary, d = run.net.vocab_size / run.degrees.tp, run.net.config.dim
         weight = vocabulary * d
         cast = 0.0 if run.is_sharded or size == 4 else size * weight
         if not self._is_chunked:
-            if not run.settings.compile.enable:
+            if not run.job.compile.enable:
                 return run.tokens * vocabulary * 12 + cast
             return run.tokens * vocabulary * size + cast + size * weight
-        chunks = max(run.loss.num_chunks(run.tokens), 1)
+        chunks = max(run.job.loss.num_chunks(run.tokens), 1)
         per_logit = size
-        if not run.settings.compile.enable and run.degrees.tp == 1:
+        if not run.job.compile.enable and run.degrees.tp == 1:
             per_logit += 4 if size == 4 else 8
         chunk = -(-run.tokens // chunks)
         return chunk * (vocabulary * per_logit + d * size) + 4 * weight + cast

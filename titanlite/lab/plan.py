@@ -13,29 +13,26 @@ import json
 import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
-
-import torch
 
 from titanlite import start
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.data.dataset import RunSequences
 from titanlite.job import Job, load_job
-from titanlite.lab import fit, planned
+from titanlite.lab import fit
 from titanlite.lab.calibration import Measurement, planned_gpus, read_measurement
 from titanlite.lab.cards import CARDS, GIB, Cluster
-from titanlite.lab.layouts import DOES_NOT_FIT, Layout, assess, search
+from titanlite.lab.layouts import DOES_NOT_FIT, Layout, assess, fitting_layouts
 from titanlite.lab.memory import KINDS, at_most
-from titanlite.lab.planned import MAX_BLOCKS, PlannedRun
+from titanlite.lab.planned import PlannedRun, planned_run
 from titanlite.lab.scaling_law import CHINCHILLA
 from titanlite.lab.step_time import guesses
 from titanlite.lab.verbs import plan_arguments
 from titanlite.models.base import Decoder
 from titanlite.parallel.dry_run import too_many_shards
 from titanlite.report.charts import short
-from titanlite.runtime.training import BatchLayout, choose_param_dtype
+from titanlite.runtime.training import BatchLayout
 from titanlite.table import table
 
 DEFAULT_CARD = next(card for card in CARDS if card.name == "H100")
@@ -75,15 +72,6 @@ def decisive_keys(job: Job) -> dict[str, Any]:
     return dict(json.loads(json.dumps(keys, default=str)))
 
 
-def planned_run(job: Job, cluster: Cluster) -> PlannedRun:
-    """The sections of a job that decide the memory and the time of a step. Raises ConfigError."""
-    if job.model.config.n_layers > MAX_BLOCKS:
-        raise ConfigError(f"a plan counts at most {MAX_BLOCKS:,} blocks", "model.overrides.n_layers")
-    device = torch.device("cpu" if cluster.card.is_cpu else "cuda")
-    device_bytes = 0 if cluster.card.is_cpu else int(cluster.card.memory_gib * GIB)
-    return planned.planned_run(job, cluster.gpus, choose_param_dtype(job.training, device), device_bytes)
-
-
 def _plan(job: Job, options: Namespace) -> dict[str, Any]:
     measurement = read_measurement(options.measured) if options.measured else None
     gpus, card = planned_gpus(options.gpus, job.parallelism.fewest_ranks, DEFAULT_CARD, measurement)
@@ -104,7 +92,7 @@ def _plan(job: Job, options: Namespace) -> dict[str, Any]:
     length = _length(resolved, run, epoch, why_not)
     time = None  # a job that does not run takes none
     if layout.verdict != DOES_NOT_FIT:
-        guess = _guess(job, run, measurement)
+        guess = _guess(run, measurement)
         time = _time(layout, length, cluster, options.price) | {"guess": guess}
     model = _model(job, run.net)
     plan: dict[str, Any] = {
@@ -122,37 +110,31 @@ def _plan(job: Job, options: Namespace) -> dict[str, Any]:
         "optimum": None
         if job.lora.enable or options.fit or run.shape.num_experts
         else _optimum(model["parameters"], length["tokens"]),
-        "notes": _notes(job, run, cluster, measurement, is_timed=bool(time or options.top)),
+        "notes": _notes(run, cluster, measurement, is_timed=bool(time or options.top)),
     }
     if options.fit:
         size = model["matmul_parameters"], length["tokens"], length["epochs"]
         plan["law"] = fit.law(options, fit.Target(resolved, *size, sequences, why_not))
     if options.top:
-        best, refused = search(run, cluster, _refusal(job))
+        best, refused = fitting_layouts(run, cluster, _refusal())
         plan["layouts"] = [
-            _row(layout, run, length["tokens"]) | {"guess": _guess(job, layout.run, measurement)}
+            _row(layout, run, length["tokens"]) | {"guess": _guess(layout.run, measurement)}
             for layout in best[: options.top]
         ]
         plan["refused_layouts"] = [vars(layout) for layout in refused]
     return plan
 
 
-def _refusal(job: Job) -> Callable[[PlannedRun], str | None]:
-    """Why a job cannot use the layout of a run: what `train` would say."""
+def _refusal() -> Callable[[PlannedRun], str | None]:
+    """A function that says why a job cannot use the layout of a run, as `train` would."""
 
     checked = set[int]()  # tensor-parallel degrees that the optimizer accepts
 
     def refusal(run: PlannedRun) -> str | None:
-        changed = replace(
-            job,
-            training=run.training,
-            parallelism=run.settings.parallelism,
-            activation_checkpoint=run.settings.activation_checkpoint,
-        )
         try:
-            changed.check(math.prod(run.degrees))
+            run.job.check(math.prod(run.degrees))
             if run.degrees.tp not in checked:
-                run.optimizer.check(run.net, run.degrees.tp)
+                run.job.optimizer.check(run.net, run.degrees.tp)
                 checked.add(run.degrees.tp)
         except ConfigError as e:
             return f"{e.key}: {e}"
@@ -187,7 +169,7 @@ def _model(job: Job, net: Decoder) -> dict[str, Any]:
 
 def _length(job: Job, run: PlannedRun, epoch: int | None, why_not: str) -> dict[str, Any]:
     """Steps, tokens, FLOPs and epochs of the whole run. `job`: resolved."""
-    batch = BatchLayout.from_training(run.training, run.degrees.data_parallel)
+    batch = BatchLayout.from_training(run.job.training, run.degrees.data_parallel)
     stages, training = job.open_stages(batch.global_size), job.training
     end = stages.step_sizes.position_after(training.steps)
     flops = 0
@@ -238,7 +220,7 @@ def _time(layout: Layout, length: dict[str, Any], cluster: Cluster, price: float
 def _checkpoint_bytes(run: PlannedRun) -> float:
     """Weights, averages and optimizer state of a checkpoint."""
     trained = [p for p in run.parameters if p.is_trained]
-    return sum(math.prod(p.shape) * (4 * (1 + run.ema.enable) + p.state_bytes) for p in trained)
+    return sum(math.prod(p.shape) * (4 * (1 + run.job.ema.enable) + p.state_bytes) for p in trained)
 
 
 def _optimum(parameters: float, tokens: float) -> dict[str, float]:
@@ -253,16 +235,13 @@ def _optimum(parameters: float, tokens: float) -> dict[str, float]:
     }
 
 
-def _guess(job: Job, run: PlannedRun, measurement: Measurement | None) -> list[str]:
-    """Why the step time of a layout of the job is a guess; empty: it is none."""
-    if measurement is None:
-        return guesses(run)
-    changed = replace(job, training=run.training, activation_checkpoint=run.settings.activation_checkpoint)
-    return guesses(run, measurement.changed(decisive_keys(changed)))
+def _guess(run: PlannedRun, measurement: Measurement | None) -> list[str]:
+    """Why the step time of a run is a guess; empty: it is none."""
+    return guesses(run, None if measurement is None else measurement.changed(decisive_keys(run.job)))
 
 
 def _notes(
-    job: Job, run: PlannedRun, cluster: Cluster, measurement: Measurement | None, *, is_timed: bool
+    run: PlannedRun, cluster: Cluster, measurement: Measurement | None, *, is_timed: bool
 ) -> list[str]:
     notes = [measurement.note] if measurement else []
     if run.degrees.tp * run.degrees.cp > cluster.gpus_per_node:
@@ -276,7 +255,7 @@ def _notes(
         if cluster.card.name == "H100":  # benchmarks/results/plan_errors.json
             evidence = "seven runs on H100 took 0.90 to 1.01 times as long"
         notes.append(f"step time takes the shares of the peaks that H200 reaches; {evidence}")
-    if run.settings.activation_checkpoint.mode == "memory_budget":
+    if run.job.activation_checkpoint.mode == "memory_budget":
         notes.append("activations under memory_budget are interpolated: the compiler chooses them")
     if text := too_many_shards(run.degrees):
         notes.append(text)
@@ -285,11 +264,11 @@ def _notes(
             "memory of experts was at most 0.5% off in runs on one GPU, and is unmeasured with expert "
             "parallel; tokens are taken to choose all experts equally often"
         )
-    optimizer = run.optimizer
+    optimizer = run.job.optimizer
     rules = {name: group.rule for group, names in optimizer.grouped(run.net).items() for name in names}
     if None in [optimizer.state_bytes(run.net.get_parameter(name), rule) for name, rule in rules.items()]:
-        notes.append(f"the state of {run.optimizer.name!r} is taken to be two fp32 moments per parameter")
-    if job.data.mask_documents:
+        notes.append(f"the state of {run.job.optimizer.name!r} is taken to be two fp32 moments per parameter")
+    if run.job.data.mask_documents:
         notes.append("attention is counted over whole sequences; documents that are masked need less time")
     return notes
 
@@ -297,8 +276,8 @@ def _notes(
 def _row(layout: Layout, given: PlannedRun, tokens: int) -> dict[str, Any]:
     return {
         "layout": layout.run.layout,
-        "local_batch_size": layout.run.training.local_batch_size,
-        "activation_checkpoint": layout.run.settings.activation_checkpoint.mode,
+        "local_batch_size": layout.run.job.training.local_batch_size,
+        "activation_checkpoint": layout.run.job.activation_checkpoint.mode,
         "peak_allocated_gib": layout.peak_gib,
         "step_s": layout.time.seconds,
         "hours": tokens / layout.time.tokens_per_second / 3600,

@@ -8,14 +8,12 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from titanlite.config import toml
 from titanlite.config.amount import DIVISIBLE, Amount
 from titanlite.config.component import ConfigError
-from titanlite.files import write_atomically
 from titanlite.job import Job, load_job
 from titanlite.lab.axes import Axis, take_axes
 from titanlite.lab.halving import (
@@ -31,11 +29,9 @@ from titanlite.lab.halving import (
     survivors,
     ties,
 )
-from titanlite.lab.trial_runs import Record, Trainer, TrialRun, keys_of, stoppable
+from titanlite.lab.trial_runs import Trainer, TrialRecord, TrialRun, keys_of, stoppable
 from titanlite.log import tell
 from titanlite.progress import Progress
-from titanlite.report.page import report
-from titanlite.report.recorded_run import read_run
 from titanlite.table import table
 
 # Keys that decide how a step is computed or what is written, but not the loss; except INITIAL_WEIGHTS.
@@ -65,7 +61,7 @@ class Search:
     plan: list[Rung]
     other_seed: int | None
     steps: int | Amount
-    record: Record
+    record: TrialRecord
 
     @property
     def folder(self) -> Path:
@@ -91,10 +87,6 @@ class Search:
         seed = "" if run.seed is None else f" training.seed={run.seed}"
         return TrialRun(self.name(run), [self.config, *self.overrides(run)], f"{self.label(run.trial)}{seed}")
 
-    def loss(self, run: Run) -> float:
-        """The recorded loss of a run; infinite if it diverged."""
-        return self.record.loss(self.name(run))
-
 
 def main(options: Namespace, overrides: Sequence[str]) -> int:
     """Run the search. Returns the exit code."""
@@ -104,14 +96,16 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
     tell(f"{len(grid(search.axes))} settings; runs: {sizes}{unit}; in {search.folder}")
     with stoppable() as requests:
         trainer = Trainer(search.record, options.gpus_per_trial, requests)
-        losses = halve(grid(search.axes), search.plan, partial(_train_rung, search, trainer))
+        losses = halve(
+            grid(search.axes),
+            search.plan,
+            lambda i, trials: dict(zip(trials, _train(search, trainer, [Run(i, trial) for trial in trials]))),
+        )
         noise = _noise(search, losses, trainer)
     if not survivors(losses[-1], 1):
         raise ConfigError("no run has a finite loss; try lower learning rates")
     last = len(losses) - 1
-    folders = [search.folder / search.name(Run(last, trial)) for trial in losses[-1]]
-    page = search.folder / "report.html"
-    write_atomically(page, report([read_run(folder, folder.name) for folder in folders]))
+    page = search.record.write_report([search.name(Run(last, trial)) for trial in losses[-1]])
     print("\n".join([*_table(search, losses), *_conclusions(search, losses[-1], noise), f"report: {page}"]))
     return 0
 
@@ -134,7 +128,7 @@ def _open(options: Namespace, axes: list[Axis], rest: list[str]) -> Search:
         "other_seed": other_seed,
     }
     folder = options.output or Path(f"{job.job.dump_folder}_search")
-    record = Record("search", folder, asked)
+    record = TrialRecord("search", folder, asked)
     search = Search(options.config, rest, axes, plan, other_seed, job.training.steps, record)
     with Progress(total=len(trials), desc="checking", unit="run", delay=2, leave=False) as progress:
         for trial in trials:
@@ -180,17 +174,11 @@ def _shorter(steps: int | Amount, divisor: int) -> int | Amount:
     return max(1, steps // divisor)
 
 
-def _train_rung(search: Search, trainer: Trainer, rung: int, trials: list[Trial]) -> dict[Trial, float]:
-    """The losses of the trials after rung `rung`, from 0; infinite for a run that diverged."""
-    runs = {trial: Run(rung, trial) for trial in trials}
-    _train(search, trainer, list(runs.values()))
-    return {trial: search.loss(run) for trial, run in runs.items()}
-
-
-def _train(search: Search, trainer: Trainer, runs: Sequence[Run]) -> None:
-    """Train runs of one rung."""
+def _train(search: Search, trainer: Trainer, runs: Sequence[Run]) -> list[float]:
+    """Train runs of one rung. Returns their losses; infinite for a run that diverged."""
     prefix = f"rung {runs[0].rung + 1} of {len(search.plan)}, "
     trainer.train([search.to_train(run) for run in runs], prefix)
+    return [search.record.loss(search.name(run)) for run in runs]
 
 
 def _noise(search: Search, losses: Sequence[dict[Trial, float]], trainer: Trainer) -> float | None:
@@ -199,9 +187,8 @@ def _noise(search: Search, losses: Sequence[dict[Trial, float]], trainer: Traine
     best = survivors(losses[-1], 1)
     if search.other_seed is None or not best:
         return None
-    run = Run(len(losses) - 1, best[0], search.other_seed)
-    _train(search, trainer, [run])
-    return SPREADS * abs(search.loss(run) - losses[-1][best[0]])
+    (loss,) = _train(search, trainer, [Run(len(losses) - 1, best[0], search.other_seed)])
+    return SPREADS * abs(loss - losses[-1][best[0]])
 
 
 def _table(search: Search, losses: Sequence[dict[Trial, float]]) -> list[str]:

@@ -79,10 +79,10 @@ def step_time(run: PlannedRun, memory: list[RankMemory], cluster: Cluster) -> St
     parts["optimizer"] = optimizer * cluster.speeds.optimizer
     exposed = _communication(run, slowest, cluster, sum(compute.values()))
     parts |= {name: seconds for name, seconds in exposed.items() if seconds}
-    if degrees.pp > 1 and run.settings.parallelism.pipeline_parallel_schedule not in ZERO_BUBBLE:
-        stages = STAGES_PER_RANK[run.settings.parallelism.pipeline_parallel_schedule]
+    if degrees.pp > 1 and run.job.parallelism.pipeline_parallel_schedule not in ZERO_BUBBLE:
+        stages = STAGES_PER_RANK[run.job.parallelism.pipeline_parallel_schedule]
         parts["pipeline bubble"] = sum(compute.values()) * (degrees.pp - 1) / (num * stages)
-    return StepTime(parts, run.global_batch * run.training.seq_len)
+    return StepTime(parts, run.global_batch * run.job.training.seq_len)
 
 
 def guesses(run: PlannedRun, changed: Sequence[str] | None = None) -> list[str]:
@@ -90,14 +90,14 @@ def guesses(run: PlannedRun, changed: Sequence[str] | None = None) -> list[str]:
     factors are taken from plan_errors.json. Empty: it is none. `changed`: if the blocks, the head and the
     optimizer were measured, the decisive keys of which the job measured had other values."""
     size, degrees = sum(p.numel() for p in run.net.parameters()), run.degrees
-    schedule = run.settings.parallelism.pipeline_parallel_schedule
+    schedule = run.job.parallelism.pipeline_parallel_schedule
     has_frozen = any(not p.is_trained for p in run.parameters)
     of_compute = {
         f"models below {LEAST_MEASURED / 1e6:.0f}M parameters took 1.1 to 1.5 times as long, and with 2,048 "
         "tokens per step over 20 times": size < LEAST_MEASURED,
-        "without compile.enable, steps took at least 1.2 times as long": not run.settings.compile.enable,
+        "without compile.enable, steps took at least 1.2 times as long": not run.job.compile.enable,
         "with [lora], steps took 1.6 times as long (uncompiled)": has_frozen,
-        "no run in fp32 was measured": run.settings.param_dtype == torch.float32,
+        "no run in fp32 was measured": run.param_dtype == torch.float32,
         "with experts, steps took 1.1 to 1.4 times as long": run.shape.num_experts > 0,
     }
     if changed is not None:
@@ -105,7 +105,7 @@ def guesses(run: PlannedRun, changed: Sequence[str] | None = None) -> list[str]:
     reasons = of_compute | {
         "no run with data_parallel_replicate_degree above 1 was measured": degrees.dp_replicate > 1,
         f"no run with the pipeline schedule {schedule} was measured": degrees.pp > 1 and schedule != "1F1B",
-        "no run with training.enable_cpu_offload was measured": run.settings.cpu_offload,
+        "no run with training.enable_cpu_offload was measured": run.job.training.enable_cpu_offload,
     }
     return [reason for reason, holds in reasons.items() if holds]
 
@@ -113,25 +113,25 @@ def guesses(run: PlannedRun, changed: Sequence[str] | None = None) -> list[str]:
 def _compute(run: PlannedRun, cluster: Cluster) -> dict[str, float]:
     """Seconds of one micro-batch for the whole model on one rank's share of each layer."""
     net, config, tp = run.net, run.net.config, run.degrees.tp
-    kept = kept_by_block(run.shape, run.settings.activation_checkpoint, config.n_layers)
+    kept = kept_by_block(run.shape, run.job.activation_checkpoint, config.n_layers)
     repeated = sum(k.repeated for k in kept) / max(sum(k.repeated + k.kept for k in kept), 1)
-    if run.settings.activation_checkpoint.mode == "full":
+    if run.job.activation_checkpoint.mode == "full":
         repeated = 1.0
-    forward = net.flops_per_token(run.training.seq_len)
+    forward = net.flops_per_token(run.job.training.seq_len)
     attention = forward - net.flops_per_token(0)
     # Of experts, the parameters of those that a token chooses; without the head and the final norm.
     blocks = net.num_matmul_parameters() - (net.vocab_size + 1) * config.dim
     block_share = 6 * blocks / max(forward - attention, 1)
     last = config.dim * run.shape.h * config.n_layers / blocks  # whose result the backward does not need
     products = (forward - attention) * (1 + repeated * (1 - last) * block_share / 3)
-    if run.settings.float8.enable:
+    if run.job.float8.enable:
         products *= 1 - (1 - FLOAT8_TIME) * block_share
     head_products, speeds = (forward - attention) * (1 - block_share), cluster.speeds
     products = (products - head_products) * speeds.blocks + head_products * speeds.head
     causal = attention / 2 * (1 + repeated / 3) * speeds.blocks
     tokens, peak = run.tokens, cluster.card.flops * tp
     kept_bytes = sum(run.shape.tensors().values()) * config.n_layers * (1 + repeated / 3)
-    logits = 2 * run.settings.param_dtype.itemsize * net.vocab_size / tp
+    logits = 2 * run.param_dtype.itemsize * net.vocab_size / tp
     traffic = kept_bytes * speeds.blocks + logits * speeds.head
     return {
         "matrix products": products * tokens / (MATMUL_SHARE * peak),
@@ -146,8 +146,8 @@ def _update_products(run: PlannedRun, rank: RankMemory, cluster: Cluster) -> flo
     degrees = run.degrees
     mine = {tensor.name for unit in rank.parameters.blocks.values() for tensor in unit.tensors}
     flops = sum(
-        run.optimizer.step_flops(run.net, name, group.rule)
-        for group, names in run.optimizer.grouped(run.net).items()
+        run.job.optimizer.step_flops(run.net, name, group.rule)
+        for group, names in run.job.optimizer.grouped(run.net).items()
         for name in mine.intersection(names)
     )
     ranks = degrees.dp_shard * degrees.cp * degrees.tp
@@ -157,11 +157,11 @@ def _update_products(run: PlannedRun, rank: RankMemory, cluster: Cluster) -> flo
 def _communication(run: PlannedRun, rank: RankMemory, cluster: Cluster, compute_s: float) -> dict[str, float]:
     """Seconds of communication that computation does not hide."""
     degrees, config, num = run.degrees, run.net.config, run.num_micro_batches
-    size, units = run.settings.param_dtype.itemsize, rank.parameters.units
-    shards, ep = degrees.dp_shard * degrees.cp, run.settings.parallelism.expert_parallel_degree
+    size, units = run.param_dtype.itemsize, rank.parameters.units
+    shards, ep = degrees.dp_shard * degrees.cp, run.job.parallelism.expert_parallel_degree
     rate = _rate(cluster, degrees.tp, shards)
     gathers = 2 if shards > 1 and degrees.pp == 1 else 1
-    reduces = num if run.settings.parallelism.fsdp_reduce == "micro_batch" else 1
+    reduces = num if run.job.parallelism.fsdp_reduce == "micro_batch" else 1
     fsdp = 0.0
     for t in (t for unit in units for t in unit.tensors):
         moved = num * gathers * size + 4 * reduces * t.is_trained
@@ -174,7 +174,7 @@ def _communication(run: PlannedRun, rank: RankMemory, cluster: Cluster, compute_
     exposed = max(fsdp - compute_s, first_and_last if fsdp else 0.0)
     hidden = run.tokens * config.dim * size
     blocks = len(rank.parameters.blocks)
-    passes = 1.5 if run.settings.activation_checkpoint.mode == "full" else 1.0
+    passes = 1.5 if run.job.activation_checkpoint.mode == "full" else 1.0
     sent = hidden * (degrees.tp - 1) / degrees.tp
     tensor = 8 * passes * blocks * num * sent / _rate(cluster, 1, degrees.tp)
     keys = 2 * config.n_kv_heads * config.head_dim * size * run.tokens / degrees.tp

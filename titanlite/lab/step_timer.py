@@ -8,12 +8,10 @@ from collections.abc import Callable
 import torch
 
 from titanlite.lab.coordinate_check import SmallRun
-from titanlite.mesh import ALONE
 from titanlite.models.base import Decoder
-from titanlite.optim.base import Optimizer, guarded_step, set_lr
-from titanlite.optim.ema import EMA, WeightAverage
-from titanlite.parallel.apply import parallelize
-from titanlite.parallel.clip import Clipper, grad_norms
+from titanlite.optim.base import guarded_step, set_lr
+from titanlite.optim.ema import WeightAverage
+from titanlite.parallel.clip import grad_norms
 from titanlite.parallel.settings import ParallelSettings
 
 WARM_UP, ROUNDS = 3, 5
@@ -21,20 +19,15 @@ ROUND_S, MAX_STEPS = 0.3, 20  # of a round
 SLOW_S = 4.0  # seconds of a step from which on one step is measured, after one for warming up
 
 
-def time_steps(
-    net: Decoder, trial: SmallRun, settings: ParallelSettings, optimizer: Optimizer, ema: EMA
-) -> tuple[float, float]:
+def time_steps(net: Decoder, trial: SmallRun, settings: ParallelSettings) -> tuple[float, float]:
     """Seconds of a micro-batch's forward and backward, and of the optimizer with clipping, in the
     fastest of several rounds, because whatever else runs on the machine only adds time. One step takes all
     batches of `trial`. `net`: on the meta device. The device must be CUDA or the CPU, which StepClock
     measures."""
     device, clock = trial.device, settings.clock
-    model = parallelize(net, trial.loss, ALONE, settings)
-    model.materialize(device, trial.seed)
-    stepper = optimizer.build(model.net, ALONE)
+    model, stepper, clipper = trial.start(net, settings)
     set_lr(stepper, 0.0)  # the weights stay, so that no loss overflows
-    clipper = Clipper(trial.training.clip, trial.training.max_norm, model.net, stepper)
-    average = WeightAverage(ema, model.net)
+    average = WeightAverage(trial.job.ema, model.net)
     batches = [batch.to(device) for batch in trial.batches]
     num_targets = torch.tensor(sum(batch.num_targets for batch in batches), device=device)
 

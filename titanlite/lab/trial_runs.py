@@ -26,6 +26,7 @@ from titanlite.config.json_file import expect
 from titanlite.files import make_folder, write_atomically
 from titanlite.job import Job
 from titanlite.log import tell
+from titanlite.report.page import report
 from titanlite.report.recorded_run import read_run
 from titanlite.report.timeline import duration
 from titanlite.runtime.environment import environment_of_run, visible_gpus
@@ -62,7 +63,7 @@ class Running(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Record:
+class TrialRecord:
     """The runs that have ended, in the file KIND.json of the folder. `kind`: what the runs are together, such
     as "search". `asked`: what a command must have in common with the one that it continues; JSON values.
     `results`: loss and seconds, by the name of the run; the loss is None if the run diverged."""
@@ -102,6 +103,12 @@ class Record:
     def write(self) -> None:
         make_folder(self.folder)
         write_atomically(self.path, json.dumps(self.asked | {"results": self.results}, indent=1) + "\n")
+
+    def write_report(self, names: Sequence[str]) -> Path:
+        """Write a report on some of the runs. Returns its path."""
+        page, folders = self.folder / "report.html", [self.folder / name for name in names]
+        write_atomically(page, report([read_run(folder, folder.name) for folder in folders]))
+        return page
 
     def loss(self, name: str) -> float:
         """The loss of a run that has ended; infinite if it diverged."""
@@ -161,7 +168,7 @@ class Trainer:
     """Trains runs of `num_gpus` processes each, as many at a time as there are groups of GPUs; on a CPU one.
     `requests`: of stoppable()."""
 
-    def __init__(self, record: Record, num_gpus: int, requests: Any):
+    def __init__(self, record: TrialRecord, num_gpus: int, requests: Any):
         self._record, self._num_gpus, self._requests = record, num_gpus, requests
         self._free = groups_of_gpus(num_gpus)
         self._running = dict[str, Running]()
@@ -200,7 +207,7 @@ class Trainer:
         tell(f"{number}: {run.label}; log: {log}")
 
     def _ended(self, name: str) -> str | None:
-        """Record the result of a run that has ended. Returns what was wrong with it."""
+        """TrialRecord the result of a run that has ended. Returns what was wrong with it."""
         code = self._running[name].process.poll()
         if code is None:
             return None

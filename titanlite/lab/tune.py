@@ -30,8 +30,7 @@ from titanlite.config.component import ConfigError
 from titanlite.config.paths import check_output_file
 from titanlite.files import write_atomically
 from titanlite.job import Job, load_job
-from titanlite.lab import find_batch, ladder, search
-from titanlite.lab import measure as measure_machine
+from titanlite.lab import find_batch, ladder, measure, search
 from titanlite.lab import width as rules
 from titanlite.lab.coordinate_check import (
     Size,
@@ -39,14 +38,13 @@ from titanlite.lab.coordinate_check import (
     SmallRun,
     averaged,
     largest_slope,
-    measure,
+    measured_sizes,
     random_batches,
     slopes,
 )
 from titanlite.lab.verbs import tune_arguments
 from titanlite.log import set_up_logging
 from titanlite.models.base import ModelFamily
-from titanlite.optim.base import Optimizer
 from titanlite.progress import Progress
 from titanlite.runtime.process import device_name, pick_device
 
@@ -61,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     if options.find_batch:
         return find_batch.main(options, overrides)
     if options.measure:
-        return measure_machine.main(options, overrides)
+        return measure.main(options, overrides)
     if options.ladder:
         return ladder.main(options, overrides)
     if not options.coordinate_check:
@@ -79,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 def coordinate_check(job: Job, options: Namespace) -> int:
     """Measure all widths, and print the table and the settings of the target width. Returns the exit code."""
     runs = {width: at_width(job, width, options) for width in options.widths}
-    num_ids = next(iter(runs.values()))[0].config.vocab_size
+    num_ids = next(iter(runs.values())).model.config.vocab_size
     settings = [] if options.standard else _settings(job, options)
     device, seeds = pick_device(), range(job.training.seed, job.training.seed + options.seeds)
     sizes = {width: list[Mapping[str, Size]]() for width in runs}
@@ -87,12 +85,11 @@ def coordinate_check(job: Job, options: Namespace) -> int:
     with Progress(total=total, desc="coordinate check", unit="step", delay=2, leave=False) as progress:
         for seed in seeds:
             batches = random_batches(options.steps, BATCH, num_ids, seed)
-            trial = SmallRun(job.loss, job.training, batches, seed, device, job.moe)
-            for width, (model, optimizer) in runs.items():
-                sizes[width].append(measure(model, optimizer, trial, progress.update))
+            for width, small in runs.items():
+                sizes[width].append(measured_sizes(SmallRun(small, batches, seed, device), progress.update))
     mean = {width: averaged(measured) for width, measured in sizes.items()}
     slopes_of = slopes(mean)
-    lines = [*table(mean, slopes_of, options.steps), verdict(slopes_of, options.widths), *settings]
+    lines = [*slopes_table(mean, slopes_of, options.steps), verdict(slopes_of, options.widths), *settings]
     print("\n".join(lines))
     if options.output:
         write_atomically(options.output, _record(job, options, mean, slopes_of))
@@ -126,8 +123,8 @@ def _small(job: Job, widths: Sequence[int]) -> ModelFamily:
     return replace(job.model, overrides=job.model.overrides | fields)
 
 
-def at_width(job: Job, width: int, options: Namespace) -> tuple[ModelFamily, Optimizer]:
-    """The model and the optimizer that are measured at a width."""
+def at_width(job: Job, width: int, options: Namespace) -> Job:
+    """The job with the model and the optimizer that are measured at a width."""
     small = _small(job, options.widths)
     fields: dict[str, Any] = rules.shape_at(small.config, width)
     multiple = 1.0 if options.standard else width / options.base_width
@@ -136,7 +133,7 @@ def at_width(job: Job, width: int, options: Namespace) -> tuple[ModelFamily, Opt
         fields |= rules.scales_at(small.config, multiple)
     model = replace(small, overrides=small.overrides | fields)
     groups = rules.param_groups_at(job.optimizer, model.build_on_meta(), multiple)
-    return model, replace(job.optimizer, param_groups=groups)
+    return replace(job, model=model, optimizer=replace(job.optimizer, param_groups=groups))
 
 
 def _settings(job: Job, options: Namespace) -> list[str]:
@@ -153,7 +150,9 @@ def _settings(job: Job, options: Namespace) -> list[str]:
     return ["", head, *rules.toml_lines(config, fields, groups)]
 
 
-def table(sizes: Mapping[int, Mapping[str, Size]], slopes_of: Mapping[str, Slopes], steps: int) -> list[str]:
+def slopes_table(
+    sizes: Mapping[int, Mapping[str, Size]], slopes_of: Mapping[str, Slopes], steps: int
+) -> list[str]:
     """The lines of the table: the change of each output by width, and the slopes."""
     widths = "".join(f"{width:>10}" for width in sizes)
     lines = [f"RMS of the change after {steps} steps, by width; slopes of the change and of the output"]

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from titanlite.metrics.spikes import MAD_TO_SIGMA
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-MAD_TO_SIGMA = 1.4826  # standard deviation of a normal distribution per median absolute deviation
 MEDIAN_ERROR = 1.2533  # standard error of a median per standard error of a mean, sqrt(pi / 2)
 MAX_ELEMENTS = 1 << 22  # of windows that are copied at a time
 MAX_BLOCK = 64  # longest correlation, in points, that the error of a trend allows for

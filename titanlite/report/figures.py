@@ -54,7 +54,7 @@ NUM_AVERAGED = 20  # reports of the noise scale
 MIN_NOISY_POINTS = 200  # a noisy metric with this many points also has a smoothed line
 
 
-class Group(NamedTuple):
+class ChartGroup(NamedTuple):
     """The charts of metrics whose names begin with the same word, and the names of those without a chart,
     because there are too many."""
 
@@ -79,7 +79,7 @@ def main_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     return [chart for chart in charts if chart.lines]
 
 
-def other_charts(runs: Sequence[RecordedRun]) -> list[Group]:
+def other_charts(runs: Sequence[RecordedRun]) -> list[ChartGroup]:
     """Return charts of all other metrics that change in some run, by the first word of their names."""
     shown = NOT_SHOWN | {key for key, _, _ in KNOWN}
     keys = sorted({key for run in runs for key in run.keys if not key.endswith("_rank")} - shown)
@@ -90,7 +90,7 @@ def other_charts(runs: Sequence[RecordedRun]) -> list[Group]:
     groups = []
     for name, members in groupby(changing, lambda key: key.partition("/")[0]):
         inside = list(members)
-        groups.append(Group(name, [charts[key] for key in inside[:MAX_OTHERS]], inside[MAX_OTHERS:]))
+        groups.append(ChartGroup(name, [charts[key] for key in inside[:MAX_OTHERS]], inside[MAX_OTHERS:]))
     return groups
 
 

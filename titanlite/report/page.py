@@ -21,7 +21,7 @@ from titanlite.files import write_atomically
 from titanlite.log import printable, tell
 from titanlite.report.charts import Chart, data
 from titanlite.report.facts import all_verdicts, changed_keys, facts
-from titanlite.report.figures import Group, main_charts, other_charts
+from titanlite.report.figures import ChartGroup, main_charts, other_charts
 from titanlite.report.recorded_run import RecordedRun, names_of, read_run
 from titanlite.report.timeline import duration, timeline
 from titanlite.report.verdicts import Verdict
@@ -176,7 +176,7 @@ def _figure(chart: Chart, number: int) -> str:
     )
 
 
-def _detail(groups: Sequence[Group], numbers: Iterable[int]) -> str:
+def _detail(groups: Sequence[ChartGroup], numbers: Iterable[int]) -> str:
     if not groups:
         return ""
     parts = ["<h2>Detail</h2>"]

@@ -198,7 +198,7 @@ def read_run(folder: Path, name: str) -> RecordedRun:
         raise ConfigError(f"{folder / METRICS} has no record" + (f": {problems[0]}" if problems else ""))
     superseded = _bytes(folder / SUPERSEDED, problems) or b""
     tree, about = _job(folder, problems)
-    settings = flatten(tree)
+    settings = dotted(tree)
     events = _bytes(folder / EVENTS, problems, "spikes, rewinds and the like") or b""
     return RecordedRun(
         name=name,
@@ -283,7 +283,7 @@ def _job(folder: Path, problems: list[str]) -> tuple[dict[str, Any], list[str]]:
     try:
         text = (data or b"").decode()
         tree = toml.parse(text)
-        flatten(tree)
+        dotted(tree)
     except (ValueError, RecursionError) as e:
         problems.append(f"job.toml cannot be read: {e}")
         return {}, []
@@ -291,13 +291,13 @@ def _job(folder: Path, problems: list[str]) -> tuple[dict[str, Any], list[str]]:
     return tree, [line[2:] for line in head if line.startswith("# ")]
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def dotted(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a nested table as one table with dotted keys. Tables in lists are numbered from 0."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, list) and any(isinstance(item, dict) for item in value):
             value = {str(i): item for i, item in enumerate(value)}
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        flat |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
 
 

@@ -86,8 +86,8 @@ def gpu_hours(run: RecordedRun) -> float | None:
 
 def _num_ranks(record: Record) -> int:
     """The number of ranks that took the steps of a record; 0 if it is not known."""
-    one = _of(record, "throughput/tokens_per_second_per_device")
-    return round(_of(record, "throughput/tokens_per_second") / one) if one > 1e-9 else 0
+    one = _possible(record, "throughput/tokens_per_second_per_device")
+    return round(_possible(record, "throughput/tokens_per_second") / one) if one > 1e-9 else 0
 
 
 def duration(seconds: float) -> str:
@@ -118,19 +118,19 @@ def _superseded(run: RecordedRun, typical_s: float, causes: Counter[str]) -> dic
 
 def _seconds(record: Record, num_steps: int, typical_s: float) -> dict[str, float]:
     """The time of one record by cause."""
-    seconds = {cause: _of(record, key) for cause, key in PAUSES.items()}
-    compile_s = _of(record, COMPILE)
+    seconds = {cause: _possible(record, key) for cause, key in PAUSES.items()}
+    compile_s = _possible(record, COMPILE)
     if FIRST_STEP in record:
         num_steps = 1  # the first step of a process; those since the record before were another process's
-        step_s = min(typical_s, _of(record, STEP))
-        seconds["start"] = max(_of(record, FIRST_STEP) - step_s - compile_s, 0.0)
+        step_s = min(typical_s, _possible(record, STEP))
+        seconds["start"] = max(_possible(record, FIRST_STEP) - step_s - compile_s, 0.0)
     else:
-        step_s = max(_of(record, STEP) * max(num_steps, 1) - compile_s, 0.0)
-    wait_s = step_s * min(_of(record, WAIT) / 100, 1.0)
+        step_s = max(_possible(record, STEP) * max(num_steps, 1) - compile_s, 0.0)
+    wait_s = step_s * min(_possible(record, WAIT) / 100, 1.0)
     return {**seconds, "compilation": compile_s, "data wait": wait_s, "training": step_s - wait_s}
 
 
-def _of(record: Record, key: str) -> float:
+def _possible(record: Record, key: str) -> float:
     """A number of a record; 0 if it is missing or no possible time or speed."""
     value = record.get(key)
     return value if isinstance(value, float) and 0 <= value < 1e12 else 0.0

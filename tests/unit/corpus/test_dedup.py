@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.tiers import full
 from titanlite.config.component import ConfigError
 from titanlite.corpus.dedup import first_of_each
 
@@ -56,11 +56,27 @@ def corpora(draw: st.DrawFn) -> tuple[int, Keys]:
     return n, draw(st.lists(st.lists(value, min_size=n, max_size=n), max_size=6))
 
 
-@pytest.mark.full
-@given(corpora())
-@settings(max_examples=400, deadline=None)
-def test_as_by_union_find(corpus: tuple[int, Keys]) -> None:
-    assert grouped(*corpus) == by_union_find(*corpus)
+NO_DUPLICATES: Keys = [list(range(100)), list(range(100))[::-1]]
+ROTATED: Keys = [[1, 2, 3], [2, 3, 1], [3, 1, 2]]  # a value in another band is another value
+LATE: Keys = [[0, 1, 0, 1, 4, 5], [0, 1, 2, 2, 4, 5]]  # members that are first of neither group link two
+
+
+@pytest.mark.parametrize("num_examples", [60, full(400)])
+def test_as_by_union_find(num_examples: int) -> None:
+    """Of any number of documents and bands, also of none."""
+
+    @given(corpora())
+    @settings(max_examples=num_examples, deadline=None)
+    @example((0, []))
+    @example((3, []))
+    @example((1, [[5]] * 14))
+    @example((100, NO_DUPLICATES))
+    @example((3, ROTATED))
+    @example((6, LATE))
+    def check(corpus: tuple[int, Keys]) -> None:
+        assert grouped(*corpus) == by_union_find(*corpus)
+
+    check()
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -74,34 +90,6 @@ def test_as_by_union_find_with_keys_of_64_bits(seed: int) -> None:
     assert grouped(150, keys) == expected
 
 
-@given(corpora())
-@settings(deadline=None)
-def test_the_first_document_stands_for_its_group(corpus: tuple[int, Keys]) -> None:
-    first = grouped(*corpus)
-    assert all(first[f] == f <= i for i, f in enumerate(first))
-
-
-@pytest.mark.full
-@given(corpora(), st.randoms(use_true_random=False))
-@settings(deadline=None)
-def test_the_order_of_the_bands_does_not_matter(
-    corpus: tuple[int, Keys],
-    rng: Random,
-) -> None:
-    n, keys = corpus
-    shuffled = keys.copy()
-    rng.shuffle(shuffled)
-    assert grouped(n, shuffled) == grouped(n, keys)
-
-
-def test_a_value_in_another_band_is_another_value() -> None:
-    assert grouped(3, [[1, 2, 3], [2, 3, 1], [3, 1, 2]]) == [0, 1, 2]
-
-
-def test_no_duplicates() -> None:
-    assert grouped(1000, [list(range(1000)), list(range(1000))[::-1]]) == list(range(1000))
-
-
 def test_all_are_one() -> None:
     assert grouped(1000, [[7] * 1000]) == [0] * 1000
 
@@ -113,26 +101,11 @@ def test_a_chain_across_bands(backwards: bool) -> None:
     assert grouped(1001, keys[::-1] if backwards else keys) == [0] * 1001
 
 
-def test_late_documents_join_early_groups() -> None:
-    """The last band links two groups by members that are the first of neither."""
-    assert grouped(6, [[0, 1, 0, 1, 4, 5], [0, 1, 2, 2, 4, 5]]) == [0, 0, 0, 0, 4, 5]
-
-
 def test_the_bands_are_left_as_they_were() -> None:
     bands = [np.array([3, 1, 3, 1], dtype=np.uint64), np.array([0, 1, 2, 0], dtype=np.uint64)]
     for band in bands:
         band.flags.writeable = False  # as of a mapped file
     assert first_of_each(4, bands).tolist() == [0, 0, 0, 0]
-
-
-@pytest.mark.parametrize("num_bands", [0, 1, 14])
-@pytest.mark.parametrize("num_documents", [0, 1])
-def test_too_few_documents_to_compare(num_documents: int, num_bands: int) -> None:
-    assert grouped(num_documents, [[5] * num_documents] * num_bands) == list(range(num_documents))
-
-
-def test_no_bands() -> None:
-    assert grouped(3, []) == [0, 1, 2]
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

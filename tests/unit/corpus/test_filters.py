@@ -378,12 +378,6 @@ def test_a_bad_value_is_refused_with_its_key(
     assert e.value.key == key
 
 
-@pytest.mark.parametrize(("section", "key"), SHARES)
-@pytest.mark.parametrize("value", [0, 1, 0.0, 1.0])
-def test_the_ends_are_shares(section: type[Filter], key: str, value: float) -> None:
-    function_of(section(**{key: value}))
-
-
 # ---- duplicates
 
 

@@ -69,6 +69,21 @@ def prepare(*words: object) -> int:
     return cli.run(["prepare", *map(str, words), "--tokenizer.name=bytes", "--num_processes=1"])
 
 
+def interrupted(stream: HuggingFace, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Fetch the stream into `out`, with an interrupt after the record of this many files."""
+    write = stream_files.write_atomically
+
+    def stop(path: Path, content: str) -> None:
+        write(path, content)
+        if json.loads(content)["files"] == after:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream_files, "write_atomically", stop)
+        with pytest.raises(KeyboardInterrupt):
+            fetch(stream, Path("out"), "text")
+
+
 @pytest.mark.parametrize("make", [jsonl, parquet])
 def test_the_bytes_are_those_of_local_files(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
     make(Path("data"))
@@ -104,18 +119,8 @@ def test_a_stream_has_the_documents_of_local_files(make: Any, monkeypatch: pytes
     stream = HuggingFace(path=str(make(Path("data"))))
     whole = fetch(stream, Path("whole"), "text").files
     assert [json.loads(line)["text"] for f in whole for line in f.read_text().splitlines()] == TEXTS
-    write = stream_files.write_atomically
     for after in (3, 9):  # files: within the first file of the dataset, and in the second
-
-        def stop(path: Path, content: str, after: int = after) -> None:
-            write(path, content)
-            if json.loads(content)["files"] == after:
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(stream_files, "write_atomically", stop)
-            with pytest.raises(KeyboardInterrupt):
-                fetch(stream, Path("out"), "text")
+        interrupted(stream, monkeypatch, after)
     parts = fetch(stream, Path("out"), "text").files
     assert [f.read_bytes() for f in parts] == [f.read_bytes() for f in whole]
 
@@ -144,16 +149,8 @@ def test_a_new_commit_does_not_change_a_stream_that_has_begun(
     """Also if the second call names the first call's commit. A complete stream needs no hub."""
     monkeypatch.setattr(stream_files, "FILE_BYTES", 60)
     whole = fetch(HuggingFace(path=str(jsonl(Path("a" * 40)))), Path("whole"), "text").files
-    newest, write = commits(monkeypatch), stream_files.write_atomically
-
-    def stop(path: Path, content: str) -> None:
-        write(path, content)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stream_files, "write_atomically", stop)
-        with pytest.raises(KeyboardInterrupt):
-            fetch(HuggingFace(path="org/name"), Path("out"), "text")
+    newest = commits(monkeypatch)
+    interrupted(HuggingFace(path="org/name"), monkeypatch, after=1)
     newest.append("b" * 40)
     (jsonl(Path("b" * 40)) / "train-0.jsonl").write_text('{"text": "other", "id": 0}\n')
     for _ in range(2):

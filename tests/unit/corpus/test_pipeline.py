@@ -75,8 +75,15 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("raw") / "in")
 
 
-def make(raw: Path, output: Path, chosen: PrepareOptions = OPTIONS, **options: Any) -> TokenShards | None:
+def share(raw: Path, output: Path, chosen: PrepareOptions = OPTIONS, **options: Any) -> TokenShards | None:
     return prepare(find_files([str(raw)], "input"), output, Bytes().build(), chosen, **options)
+
+
+def make(raw: Path, output: Path, chosen: PrepareOptions = OPTIONS, num_processes: int = 1) -> TokenShards:
+    """By one worker, which completes the dataset."""
+    made = share(raw, output, chosen, num_processes=num_processes)
+    assert made is not None
+    return made
 
 
 def content(output: Path) -> dict[str, str]:
@@ -91,7 +98,7 @@ def reference(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         patch.setattr(text_files, "SPLIT_BYTES", SMALL["SPLIT_BYTES"])
         patch.setattr(tokenize_files, "SHARD_BYTES", SMALL["SHARD_BYTES"])
         output = tmp_path_factory.mktemp("reference") / "out"
-        make(raw, output, num_processes=1)
+        make(raw, output)
     made = content(output)
     assert len(made) > 10  # several shards, or the tests below would show little
     return made
@@ -120,7 +127,7 @@ def test_the_number_of_workers_does_not_matter(
 ) -> None:
     """One after the other, in any order: each but the last leaves the dataset to be completed."""
     for i in order:
-        made = make(raw, tmp_path / "out", num_processes=1, worker=(i, len(order)))
+        made = share(raw, tmp_path / "out", num_processes=1, worker=(i, len(order)))
         assert (made is not None) == (tmp_path / "out").exists() == (i == order[-1])
     assert content(tmp_path / "out") == reference
 
@@ -141,7 +148,7 @@ def drive(raw: Path, output: Path, processes: int = 1, workers: int = 1, moment:
 
         setattr(owner, name, dying)
     worker = (dist.get_rank() if workers > 1 else 0, workers)
-    make(raw, output, num_processes=processes, worker=worker)
+    share(raw, output, num_processes=processes, worker=worker)
 
 
 def prepare_until_killed(raw: Path, output: Path, moment: str) -> None:
@@ -171,7 +178,7 @@ def test_killed_at_any_moment_it_goes_on(
 ) -> None:
     prepare_until_killed(raw, tmp_path / "out", moment)
     assert not (tmp_path / "out").exists()
-    make(raw, tmp_path / "out", num_processes=1)
+    make(raw, tmp_path / "out")
     assert content(tmp_path / "out") == reference
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
@@ -180,7 +187,7 @@ def test_killed_at_any_moment_it_goes_on(
 def test_killed_while_it_cleans_up(raw: Path, reference: dict[str, str], tmp_path: Path) -> None:
     """From the mark that all is whole until the name is given, only files that are no longer needed go."""
     prepare_until_killed(raw, tmp_path / "out", "unlink:200")
-    make(raw, tmp_path / "out", num_processes=1)
+    make(raw, tmp_path / "out")
     assert content(tmp_path / "out") == reference
 
 
@@ -205,10 +212,10 @@ def counted(monkeypatch: pytest.MonkeyPatch, *functions: str) -> Counter:
 def test_done_work_is_not_done_again(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare_until_killed(raw, tmp_path / "out", "encode:8")
     calls = counted(monkeypatch, "scan", "resolve", "encode")
-    make(raw, tmp_path / "whole", num_processes=1)
+    make(raw, tmp_path / "whole")
     whole = dict(calls)
     calls.clear()
-    make(raw, tmp_path / "out", num_processes=1)
+    make(raw, tmp_path / "out")
     assert (calls["scan"], calls["resolve"]) == (0, 0)
     assert calls["encode"] == whole["encode"] - 7
     assert whole["scan"] == whole["encode"] >= 15
@@ -259,26 +266,24 @@ def test_a_killed_worker_ends_the_run_with_a_reason(raw: Path, tmp_path: Path) -
 def test_an_edited_file_costs_only_its_own_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw, options = write_corpus(tmp_path / "in"), PrepareOptions(filters=(Length(min_words=3),))
     calls = counted(monkeypatch, "encode")
-    make(raw, tmp_path / "old", options, num_processes=1)
+    make(raw, tmp_path / "old", options)
     splits = calls["encode"]
     calls.clear()
     with monkeypatch.context() as patch:  # everything but the assembly of shards
         patch.setattr(JobState, "assemble", lambda self, s: 1 / 0)
         patch.setattr(tokenize_files, "SHARD_BYTES", 1 << 30)
         with pytest.raises(ZeroDivisionError):
-            make(raw, tmp_path / "out", options, num_processes=1)
+            make(raw, tmp_path / "out", options)
         assert calls["encode"] == splits
     lines = (raw / "a.jsonl").read_text().splitlines(keepends=True)
     (raw / "a.jsonl").write_text("".join(lines[:-1]) + json.dumps({"text": "quite another last line"}) + "\n")
     calls.clear()
     with monkeypatch.context() as patch:
         patch.setattr(tokenize_files, "SHARD_BYTES", 1 << 30)
-        made = make(raw, tmp_path / "out", options, num_processes=1)
-        assert made is not None
+        made = make(raw, tmp_path / "out", options)
         assert "quite another last line" in texts_of(made)
         assert 0 < calls["encode"] < splits  # those of a.jsonl
-        fresh = make(raw, tmp_path / "fresh", options, num_processes=1)
-        assert fresh is not None
+        fresh = make(raw, tmp_path / "fresh", options)
         assert fresh.fingerprint == made.fingerprint
 
 
@@ -296,11 +301,9 @@ def test_a_broken_line_stops_and_once_mended_it_goes_on(
     assert not (tmp_path / "out").exists()
     last.write_text(good)
     calls = counted(monkeypatch, "scan")
-    made = make(raw, tmp_path / "out", num_processes=1)
+    made = make(raw, tmp_path / "out")
     again = calls["scan"]
-    fresh = make(raw, tmp_path / "fresh", num_processes=1)
-    assert made is not None
-    assert fresh is not None
+    fresh = make(raw, tmp_path / "fresh")
     assert made.fingerprint == fresh.fingerprint
     assert again < calls["scan"] - again
 
@@ -308,13 +311,11 @@ def test_a_broken_line_stops_and_once_mended_it_goes_on(
 @pytest.mark.full
 def test_bad_lines_are_skipped_and_counted_if_asked_for(tmp_path: Path) -> None:
     raw = write_corpus(tmp_path / "in")
-    before = make(raw, tmp_path / "before", num_processes=1)
+    before = make(raw, tmp_path / "before")
     (raw / "a.jsonl").write_text('{"text": 3}\n' + (raw / "a.jsonl").read_text() + "{\n[]\n")
     options = replace(OPTIONS, bad_lines="skip")
     for processes in (1, 2):
         made = make(raw, tmp_path / f"out{processes}", options, num_processes=processes)
-        assert made is not None
-        assert before is not None
         assert sorted(texts_of(made)) == sorted(texts_of(before))
         report = json.loads((made.path / "report.json").read_text())
         assert report["bad_lines"]["documents"] == 3
@@ -326,7 +327,7 @@ def test_a_damaged_archive_is_an_error_even_where_bad_lines_are_skipped(tmp_path
     raw = write_corpus(tmp_path / "in")
     (raw / "b.jsonl.gz").write_bytes((raw / "b.jsonl.gz").read_bytes()[:-9])
     with pytest.raises(ConfigError, match=r"b\.jsonl\.gz: cut off"):
-        make(raw, tmp_path / "out", replace(OPTIONS, bad_lines="skip"), num_processes=1)
+        make(raw, tmp_path / "out", replace(OPTIONS, bad_lines="skip"))
 
 
 def test_an_id_outside_the_vocabulary_is_named(raw: Path, tmp_path: Path) -> None:
@@ -344,7 +345,7 @@ def test_another_cut_into_workers_at_the_same_time_is_refused(raw: Path, tmp_pat
         pipeline.locked(folder, tmp_path / "out", (0, 2)),
         pytest.raises(ConfigError, match="a preparation by 2 workers is running"),
     ):
-        make(raw, tmp_path / "out", num_processes=1)
+        make(raw, tmp_path / "out")
     assert make(raw, tmp_path / "out", num_processes=1) is not None  # nobody works on it any more
 
 
@@ -353,16 +354,14 @@ def test_workers_of_other_files_at_the_same_time_are_refused(tmp_path: Path) -> 
     raw = write_corpus(tmp_path / "in")
     folder = work_folder(tmp_path / "out")
     folder.mkdir()
-    make(raw, tmp_path / "out", num_processes=1, worker=(0, 3))
+    share(raw, tmp_path / "out", num_processes=1, worker=(0, 3))
     with pipeline.locked(folder, tmp_path / "out", (0, 3)):
         (raw / "0.txt").write_text("one more file at the same time")
         with pytest.raises(ConfigError, match="another worker is preparing it from other files"):
-            make(raw, tmp_path / "out", num_processes=1, worker=(1, 3))
+            share(raw, tmp_path / "out", num_processes=1, worker=(1, 3))
     for i in range(3):  # nobody works on it any more
-        made = make(raw, tmp_path / "out", num_processes=1, worker=(i, 3))
-    fresh = make(raw, tmp_path / "fresh", num_processes=1)
-    assert made is not None
-    assert fresh is not None
+        made = share(raw, tmp_path / "out", num_processes=1, worker=(i, 3))
+    fresh = make(raw, tmp_path / "fresh")
     assert made.fingerprint == fresh.fingerprint
 
 
@@ -374,16 +373,15 @@ def test_an_old_marker_does_not_vouch_for_new_files(tmp_path: Path, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(JobState, "assemble", lambda self, s: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            make(tmp_path / "in", tmp_path / "out", PrepareOptions(), num_processes=1)
+            make(tmp_path / "in", tmp_path / "out", PrepareOptions())
     mark = JobState.mark
     with monkeypatch.context() as patch:
         patch.setattr(
             JobState, "mark", lambda self, name, *a: 1 / 0 if "split" in name else mark(self, name, *a)
         )
         with pytest.raises(ZeroDivisionError):
-            make(tmp_path / "in", tmp_path / "out", PrepareOptions(field="body"), num_processes=1)
-    made = make(tmp_path / "in", tmp_path / "out", PrepareOptions(), num_processes=1)
-    assert made is not None
+            make(tmp_path / "in", tmp_path / "out", PrepareOptions(field="body"))
+    made = make(tmp_path / "in", tmp_path / "out", PrepareOptions())
     assert all(text.startswith("right") for text in texts_of(made))
 
 
@@ -399,7 +397,7 @@ def test_a_file_edited_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(JobState, "encode", edited)
         with pytest.raises(ConfigError, match=r"a\.jsonl: changed while it was being prepared"):
-            make(raw, tmp_path / "out", PrepareOptions(), num_processes=1)
+            make(raw, tmp_path / "out", PrepareOptions())
     assert not (tmp_path / "out").exists()
 
 
@@ -422,7 +420,7 @@ def test_other_documents_than_those_scanned_are_an_error(
     monkeypatch.setattr(text_files, "SPLIT_BYTES", 1 << 20)
     monkeypatch.setattr(JobState, "encode", replaced)
     with pytest.raises(ConfigError, match=r"a\.jsonl: its documents changed since they were scanned"):
-        make(file, tmp_path / "out", num_processes=1)
+        make(file, tmp_path / "out")
 
 
 # ---- what is made
@@ -431,7 +429,7 @@ def test_other_documents_than_those_scanned_are_an_error(
 def test_documents_are_shuffled_with_the_seed(raw: Path, tmp_path: Path) -> None:
     plain = PrepareOptions()
     made = [make(raw, tmp_path / str(s), replace(plain, seed=s), num_processes=1) for s in (0, 1)]
-    first, second = (texts_of(m) for m in made if m is not None)
+    first, second = map(texts_of, made)
     assert first != second
     assert sorted(first) == sorted(second)
     assert len(first) == 240
@@ -442,8 +440,7 @@ def test_documents_are_shuffled_with_the_seed(raw: Path, tmp_path: Path) -> None
 
 
 def test_the_report_adds_up(raw: Path, tmp_path: Path) -> None:
-    made = make(raw, tmp_path / "out", num_processes=1)
-    assert made is not None
+    made = make(raw, tmp_path / "out")
     report = json.loads((made.path / "report.json").read_text())
     assert report["read"]["documents"] == 240
     for split in ("documents", "characters"):
@@ -472,7 +469,6 @@ def test_of_duplicates_the_first_in_the_corpus_stays(tmp_path: Path) -> None:
     made = make(
         tmp_path / "in", tmp_path / "out", PrepareOptions(filters=(ExactDuplicates(),)), num_processes=1
     )
-    assert made is not None
     assert texts_of(made) == ["the same words again"]
     (entry,) = json.loads((made.path / "report.json").read_text())["filters"]
     assert entry["documents"] == 119
@@ -489,8 +485,7 @@ def test_filters_run_in_their_order(tmp_path: Path) -> None:
         ((ExactDuplicates(), Length(min_words=3)), [2, 1]),
     ):
         output = tmp_path / filters[0].name
-        made = make(tmp_path / "in", output, PrepareOptions(filters=filters), num_processes=1)
-        assert made is not None
+        made = make(tmp_path / "in", output, PrepareOptions(filters=filters))
         assert texts_of(made) == ["three four five"]
         report = json.loads((output / "report.json").read_text())
         assert [f["documents"] for f in report["filters"]] == counts
@@ -498,7 +493,7 @@ def test_filters_run_in_their_order(tmp_path: Path) -> None:
 
 def test_filters_that_remove_everything(raw: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"(?s)empty.*the filters removed all.*length"):
-        make(raw, tmp_path / "out", PrepareOptions(filters=(Length(min_words=1000),)), num_processes=1)
+        make(raw, tmp_path / "out", PrepareOptions(filters=(Length(min_words=1000),)))
     assert not (tmp_path / "out").exists()
 
 
@@ -510,5 +505,4 @@ def test_a_dataset_says_what_it_was_made_of(raw: Path, tmp_path: Path) -> None:
     assert description["prepared"]["filters"][0]["name"] == "length"
     assert description["prepared"]["tokenizer"]["path"] == path
     assert (description["vocab_size"], description["dtype"]) == (8192, "uint16")
-    assert made is not None
     made.verify()

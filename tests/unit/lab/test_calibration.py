@@ -25,7 +25,9 @@ from titanlite.lab.calibration import (
 )
 from titanlite.lab.cards import CARDS, Card, Cluster, Speeds, known_card
 from titanlite.lab.layouts import assess
-from titanlite.lab.plan import decisive_keys, planned_run
+from titanlite.lab.measure import _steps
+from titanlite.lab.plan import decisive_keys
+from titanlite.lab.planned import planned_run
 from titanlite.lab.step_timer import seconds_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -135,6 +137,12 @@ def test_a_layout_is_a_guess_unless_its_own_settings_were_measured(
         assert any("calibrated with another" in reason for reason in row["guess"]) != has_same
         differ.add(not has_same)
     assert True in differ
+
+
+def test_no_step_time_is_printed_of_a_job_that_does_not_fit() -> None:
+    job, measured = load_job("llama3_8b", [], None), measurement(card=H100)
+    assert _steps(job, 1, measured) == "no step time on 1 x H100, because the job does not fit"
+    assert _steps(job, 8, measured).startswith("step on 8 x H100 ")  # control
 
 
 def test_docs_quote_the_recorded_step_times() -> None:

@@ -23,7 +23,7 @@ from titanlite import cli
 from titanlite.job import load_job
 from titanlite.lab import find_batch
 from titanlite.lab.cards import Card
-from titanlite.lab.find_batch import MAX_SHARE, MAX_STARTS, BatchTrial, _Trainer, find, micro_batches
+from titanlite.lab.find_batch import MAX_SHARE, MAX_STARTS, BatchTrainer, BatchTrial, find, micro_batches
 from titanlite.runtime.signals import StopRequests
 
 CARD_GIB = 100.0
@@ -85,12 +85,14 @@ def test_what_fits_is_between_neighbours_or_the_starts_are_used_up(
         assert len(trials) <= 3
 
 
-def made_up_trainer(folder: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> _Trainer:
+def made_up_trainer(
+    folder: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, *words: str, ranks: int = 1
+) -> BatchTrainer:
     """Of the tiny job, with a made-up GPU of 80 GiB."""
     monkeypatch.setattr(find_batch, "gpu", lambda: Card("GPU", 80.0, 0.0, 0.0))
     config, *rest = tiny_arguments(folder, corpus)
-    options = Namespace(config=config, gpus_per_trial=1)
-    return _Trainer(options, [*rest, *words], StopRequests(), folder)
+    options = Namespace(config=config, gpus_per_trial=ranks)
+    return BatchTrainer(options, [*rest, *words], StopRequests(), folder)
 
 
 def test_sizes_divide_the_global_batch(tmp_path: Path, corpus: Path) -> None:
@@ -128,10 +130,9 @@ def test_the_job_of_a_run_is_valid(
     words: list[str],
     batch: int,
 ) -> None:
-    monkeypatch.setattr(find_batch, "gpu", lambda: Card("GPU", 80.0, 0.0, 0.0))
-    config, *rest = tiny_arguments(tmp_path, corpus)
-    rest += ["--guard.on_spike=rewind", "--validation.enable=true", *words]
-    trainer = _Trainer(Namespace(config=config, gpus_per_trial=ranks), rest, StopRequests(), tmp_path)
+    words = ["--guard.on_spike=rewind", "--validation.enable=true", *words]
+    trainer = made_up_trainer(tmp_path, corpus, monkeypatch, *words, ranks=ranks)
+    config, rest = trainer.config, trainer.overrides
     assert trainer.has_whole_steps(2) == (batch == trainer.planned(2).global_batch)
     job = load_job(config, [*rest, *trainer.own_overrides(2)], ranks)
     assert (job.training.local_batch_size, job.training.global_batch_size) == (2, batch)

@@ -1,15 +1,10 @@
-"""`titanlite tune --ladder`: the runs that it writes, a ladder stopped and continued, and its refusals."""
+"""`titanlite tune --ladder`: the runs that it writes, and its refusals."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +14,7 @@ from titanlite import cli
 from titanlite.job import Job, load_job
 from titanlite.lab import ladder
 from titanlite.lab.shapes import count
-from titanlite.lab.trial_runs import Record, TrialRun
+from titanlite.lab.trial_runs import TrialRecord, TrialRun
 
 MODEL = {"dim": 64, "n_layers": 8, "n_heads": 8, "hidden_dim": 128}
 SETTINGS = ["--lr_scheduler.total_steps=0", "--validation.enable=true"]
@@ -144,7 +139,7 @@ def test_the_output_in_the_docs_is_that_of_the_command(
 def test_gpu_hours_are_those_of_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Control: without a known GPU there are none."""
+    """Control: without a known GPU there are none, nor where the model does not fit."""
     words = ["llama3_125m", f"--job.dump_folder={tmp_path / 'run'}"]
     ladder_words = ["tune", *words, "--ladder", "--sizes=50M", "--ratios=20", "--write-only"]
     monkeypatch.setattr(ladder, "device_name", lambda device: "cpu")
@@ -158,6 +153,10 @@ def test_gpu_hours_are_those_of_the_plan(
     assert cli.run(["plan", str(file), "--gpus=1xH200", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert float(hours[1]) == pytest.approx(plan["time"]["gpu_hours"], rel=0.01)
+    monkeypatch.setattr(ladder, "device_name", lambda device: "NVIDIA L4")
+    large = [f"--output={tmp_path / 'large'}", "--training.local_batch_size=128"]
+    assert cli.run([*ladder_words, *large]) == 0
+    assert re.search(r"^50M +20 .* does not fit$", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.full
@@ -167,15 +166,14 @@ def test_the_next_command_leaves_out_runs_that_diverged(
     losses: dict[str, float | None] = dict(zip(NAMES, (3.0, None, 2.5, 2.25)))
 
     class Trained:
-        def __init__(self, record: Record, *_: object) -> None:
+        def __init__(self, record: TrialRecord, *_: object) -> None:
             self.record = record
 
         def train(self, runs: list[TrialRun]) -> None:
             self.record.results.update({run.name: {"loss": losses[run.name]} for run in runs})
 
     monkeypatch.setattr(ladder, "Trainer", Trained)
-    monkeypatch.setattr(ladder, "read_run", lambda folder, name: None)
-    monkeypatch.setattr(ladder, "report", lambda runs: "")
+    monkeypatch.setattr(TrialRecord, "write_report", lambda self, names: self.folder / "report.html")
     words = command(tmp_path, corpus, *LADDER)
     assert cli.run(words) == 0
     output, folder = capsys.readouterr().out, tmp_path / "run_ladder"
@@ -189,36 +187,3 @@ def test_the_next_command_leaves_out_runs_that_diverged(
     losses.update(dict.fromkeys(NAMES))
     assert cli.run(words) == 2
     assert "no run has a finite loss; try lower learning rates" in capsys.readouterr().err
-
-
-@pytest.mark.full
-def test_a_stopped_ladder_continues_to_the_same_end(tmp_path: Path, corpus: Path) -> None:
-    program = [sys.executable, "-m", "titanlite.cli"]
-    whole = command(tmp_path, corpus, *LADDER, f"--output={tmp_path / 'whole'}")
-    done = subprocess.run([*program, *whole], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    parts = command(tmp_path, corpus, *LADDER, f"--output={tmp_path / 'parts'}")
-    process = subprocess.Popen([*program, *parts], stderr=subprocess.PIPE, text=True)
-    record = tmp_path / "parts" / "ladder.json"
-    while not record.exists() or not json.loads(record.read_text())["results"]:
-        assert process.poll() is None
-        time.sleep(0.05)
-    time.sleep(1.0)  # into the second run
-    process.send_signal(signal.SIGTERM)
-    assert process.wait() == 75
-    assert process.stderr is not None
-    assert process.stderr.read().endswith(f"the same command continues the ladder in {tmp_path / 'parts'}\n")
-    again = subprocess.run([*program, *parts], capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stderr
-    assert f"{NAMES[0]}.log" not in again.stderr  # this run had ended
-
-    def losses(name: str) -> dict[str, float]:
-        results = json.loads((tmp_path / name / "ladder.json").read_text())["results"]
-        return {run: result["loss"] for run, result in results.items()}
-
-    assert losses("parts") == losses("whole")  # to the bit
-    assert list(losses("whole")) == NAMES
-    assert all(math.isfinite(loss) for loss in losses("whole").values())
-    assert again.stdout.replace("/parts", "/whole") == done.stdout
-    assert f"--fit {tmp_path / 'whole'}\n" in done.stdout
-    assert (tmp_path / "whole" / "report.html").stat().st_size > 10_000

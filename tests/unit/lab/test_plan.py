@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,10 +18,9 @@ from titanlite.config.component import ConfigError
 from titanlite.job import Job, load_job
 from titanlite.lab.activations import BlockShape
 from titanlite.lab.cards import CARDS, Cluster, parse_gpus
-from titanlite.lab.layouts import CLOSE, DOES_NOT_FIT, FITS, assess, search, verdict
+from titanlite.lab.layouts import CLOSE, DOES_NOT_FIT, FITS, assess, fitting_layouts, verdict
 from titanlite.lab.memory import GIB, OUTSIDE, in_flight, rank_memory
-from titanlite.lab.plan import planned_run
-from titanlite.lab.planned import PlannedRun
+from titanlite.lab.planned import PlannedRun, planned_run
 from titanlite.lab.sharding import parameters_of, rank_parameters
 from titanlite.lab.step_time import guesses
 from titanlite.losses import ChunkedCrossEntropy
@@ -35,7 +33,6 @@ from titanlite.models.qwen3_moe import Qwen3MoE
 from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import make_state
 from titanlite.optim.muon import Muon
-from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.parallel.apply import parallelize
 from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallelism import Parallelism
@@ -266,16 +263,14 @@ def peak(run: Any) -> float:
 
 
 def test_the_peak_follows_the_settings() -> None:
-    given = debug_run("--training.local_batch_size=8", "--training.global_batch_size=64")
+    batch = "--training.local_batch_size=8", "--training.global_batch_size=64"
+    given = debug_run(*batch)
     assert given.num_micro_batches == 8
-    settings = given.settings
     smaller = [
-        replace(given, training=replace(given.training, local_batch_size=4)),
-        replace(given, settings=replace(settings, activation_checkpoint=ActivationCheckpoint(mode="full"))),
-        replace(given, settings=replace(settings, cpu_offload=True)),
-        debug_run(
-            "--training.local_batch_size=8", "--training.global_batch_size=64", "--optimizer.state_dtype=int8"
-        ),
+        debug_run(*batch, "--training.local_batch_size=4"),
+        debug_run(*batch, "--activation_checkpoint.mode=full"),
+        debug_run(*batch, "--training.enable_cpu_offload"),
+        debug_run(*batch, "--optimizer.state_dtype=int8"),
     ]
     assert all(peak(run) < peak(given) for run in smaller)
 
@@ -314,10 +309,10 @@ def test_the_search_prefers_the_fastest_layout_and_names_reasons() -> None:
     reason = "no tensor parallel here"
 
     def refusal(run: PlannedRun) -> str | None:
-        uneven = run.global_batch % (run.training.local_batch_size * run.degrees.data_parallel)
+        uneven = run.global_batch % (run.job.training.local_batch_size * run.degrees.data_parallel)
         return reason if uneven or run.degrees.tp > 1 or run.degrees.pp > 4 else None
 
-    best, others = search(given, Cluster(H100, 8), refusal)
+    best, others = fitting_layouts(given, Cluster(H100, 8), refusal)
     seconds = [layout.time.seconds for layout in best]
     assert seconds == sorted(seconds)
     assert best[0].time.seconds <= assess(given, Cluster(H100, 8)).time.seconds
@@ -325,7 +320,7 @@ def test_the_search_prefers_the_fastest_layout_and_names_reasons() -> None:
     assert all(math.prod(layout.run.degrees) == 8 for layout in best)
     assert {refused.reason for refused in others} == {reason}
     small = Cluster(H100._replace(memory_gib=1.0), 8)  # less than what is outside torch
-    fitting, others = search(given, small, refusal)
+    fitting, others = fitting_layouts(given, small, refusal)
     assert not fitting
     assert any(refused.peak_gib and refused.reason.startswith("too large") for refused in others)
 

@@ -16,9 +16,13 @@ Capture = pytest.CaptureFixture[str]
 BIG = ["plan", "llama3_8b", "--gpus=8xH100"]
 
 
+def printed(capsys: Capture, *words: str) -> str:
+    assert cli.run([*words]) == 0
+    return capsys.readouterr().out
+
+
 def planned(capsys: Capture, *words: str) -> dict[str, Any]:
-    assert cli.run([*words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+    return json.loads(printed(capsys, *words, "--json"))  # type: ignore[no-any-return]
 
 
 def test_the_parts_add_up(capsys: Capture) -> None:
@@ -52,39 +56,33 @@ def test_a_stage_with_shorter_sequences_needs_fewer_flops(capsys: Capture) -> No
 
 def test_the_text_says_whether_it_fits(capsys: Capture) -> None:
     words = ["plan", "llama3_70b", "--activation_checkpoint.mode=none"]
-    assert cli.run([*words, "--gpus=8xH100"]) == 0
-    text = capsys.readouterr().out
+    text = printed(capsys, *words, "--gpus=8xH100")
     assert "\ndoes not fit: " in text
     assert "H100 has 79.1 GiB" in text
     assert "no step time, hours or cost, because this layout does not fit: --top=3 lists" in text
     assert not re.search("MFU|tokens/s|GPU hours|failure", text)
     plan = planned(capsys, *words, "--gpus=8xH100", "--top=1")
     assert plan["time"] is None
-    assert cli.run([*words, "--gpus=64xB200", "--model.overrides.n_layers=8"]) == 0
-    assert "\nfits: " in capsys.readouterr().out
+    assert "\nfits: " in printed(capsys, *words, "--gpus=64xB200", "--model.overrides.n_layers=8")
 
 
 def test_a_step_time_that_was_not_measured_is_called_a_guess(capsys: Capture) -> None:
     small = ["plan", "qwen3_30m", "--gpus=1xH200"]
-    assert cli.run(small) == 0
     guess = "a guess, as are tokens/s, MFU, hours and cost: models below 500M parameters took"
-    assert guess in capsys.readouterr().out
+    assert guess in printed(capsys, *small)
     assert planned(capsys, *small)["time"]["guess"]
     measured = ["plan", "qwen3_0_6b", "--gpus=1xH200"]
-    assert cli.run(measured) == 0
-    assert "guess" not in capsys.readouterr().out  # control
+    assert "guess" not in printed(capsys, *measured)  # control
     assert planned(capsys, *measured)["time"]["guess"] == []
 
 
 def test_the_law_of_training_from_scratch_is_left_out_with_adapters(capsys: Capture) -> None:
     words = ["plan", "qwen3_0_6b", "--gpus=1xH200"]
-    assert cli.run([*words, "--lora.enable", "--checkpoint.initial_load_path=base"]) == 0
-    text = capsys.readouterr().out
+    text = printed(capsys, *words, "--lora.enable", "--checkpoint.initial_load_path=base")
     assert "checkpoint: " in text
     assert "optimal" not in text
     assert "with [lora], steps took" in text
-    assert cli.run(words) == 0
-    assert "\ncompute-optimal for" in capsys.readouterr().out  # control
+    assert "\ncompute-optimal for" in printed(capsys, *words)  # control
 
 
 def test_experts_are_counted_but_the_law_of_dense_models_is_not_asked(capsys: Capture) -> None:
@@ -124,8 +122,7 @@ def test_a_distance_that_is_too_small_to_tell_is_not_given(capsys: Capture) -> N
     words = ["plan", "llama3_1b", "--gpus=1xH100"]  # 20 tokens per parameter
     texts = []
     for tokens in ([], ["--tokens=2T"]):
-        assert cli.run([*words, *tokens]) == 0
-        texts.append(capsys.readouterr().out)
+        texts.append(printed(capsys, *words, *tokens))
     assert "a loss less than 0.01 nats lower" in texts[0]
     assert re.search(r"a loss 0\.\d\d nats lower", texts[1])
 
@@ -141,8 +138,7 @@ def test_layouts_are_listed_as_overrides_that_a_job_accepts(capsys: Capture) -> 
     assert again["memory"]["peak_allocated_gib"] == pytest.approx(first["peak_allocated_gib"])
     assert again["layout"] == first["layout"]
     assert any("embedding and head share" in row["reason"] for row in plan["refused_layouts"])
-    assert cli.run([*words, "--top=2"]) == 0
-    text = capsys.readouterr().out
+    text = printed(capsys, *words, "--top=2")
     assert "layouts that fit, the fastest first" in text
     refused = [line for line in text.splitlines() if line.startswith("not ")]
     assert len(refused) == len({row["reason"] for row in plan["refused_layouts"]})
@@ -157,8 +153,7 @@ def test_layouts_that_do_not_fit_are_one_line(capsys: Capture) -> None:
     large = [row for row in rows if row["peak_gib"]]
     assert len(large) > 2
     assert all(row["peak_gib"] > 16 for row in large)
-    assert cli.run(words) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if ": too large even with" in line]
+    (line,) = [line for line in printed(capsys, *words).splitlines() if ": too large even with" in line]
     sizes = [f"{row['layout']} ({row['peak_gib']:.0f} GiB)" for row in large]
     assert line == f"not {', '.join(sizes)}: too large even with mode = 'full' and micro-batches of 1"
 
@@ -204,16 +199,14 @@ def test_what_is_no_configuration_is_refused(capsys: Capture, config: str, messa
 
 
 def test_small_jobs_have_small_units(capsys: Capture) -> None:
-    assert cli.run(["plan", "debug", "--gpus=1xH100", "--price=2"]) == 0
-    text = capsys.readouterr().out
+    text = printed(capsys, "plan", "debug", "--gpus=1xH100", "--price=2")
     assert re.search(r"\ntogether +0\.000\d{3}\n", text)
     assert re.search(r"\nabout [\d.]+M tokens/s per GPU, MFU ", text)
     cost = "less than 0.01 in the currency of --price"
     assert re.search(rf"\n[\d.]+ minutes, less than 0\.01 GPU hours, {cost}\n", text)
     assert "\ncheckpoint: 21.0 MiB\n" in text
     assert "extrapolated, because the law's runs had at least 70M parameters and 5B tokens" in text
-    assert cli.run(["plan", "llama3_8b", "--gpus=64xH100"]) == 0
-    assert "extrapolated" not in capsys.readouterr().out  # control
+    assert "extrapolated" not in printed(capsys, "plan", "llama3_8b", "--gpus=64xH100")  # control
 
 
 def test_layouts_that_are_slow_or_refused_are_noted(capsys: Capture) -> None:

@@ -1,8 +1,9 @@
-"""`titanlite tune --key=LOW:HIGH:NUM`: a search of real runs, stopped and continued; its refusals."""
+"""`titanlite tune --key=LOW:HIGH:NUM`: searches of real runs, refusals; searches and ladders that stop."""
 
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -122,20 +123,11 @@ def test_a_run_that_does_not_end_is_killed_and_the_others_are_waited_for(
 def test_each_run_has_gpus_to_itself(
     monkeypatch: pytest.MonkeyPatch, visible: str, num_gpus: int, slots: list[str]
 ) -> None:
-    """As many runs at a time as there are groups of GPUs, by a command that prints what it sees."""
+    """As many runs at a time as there are groups of GPUs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert groups_of_gpus(num_gpus) == slots
-    for slot in slots:
-        code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
-        seen = subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment_of_run(slot),
-            text=True,
-            capture_output=True,
-            check=True,
-        )
-        assert seen.stdout.strip() == slot
+    assert [environment_of_run(slot)["CUDA_VISIBLE_DEVICES"] for slot in slots] == slots
     with pytest.raises(ConfigError, match="--gpus-per-trial: 5, but there are 4 GPUs"):
         groups_of_gpus(5)
 
@@ -145,39 +137,59 @@ def test_the_output_in_the_docs_is_the_recorded_one() -> None:
     assert f"```text\n{recorded}```\n" in (ROOT / "docs/tuning.md").read_text()
 
 
-@pytest.mark.full
-def test_a_stopped_search_continues_to_the_same_end(tmp_path: Path, corpus: Path) -> None:
-    words = ["--optimizer.lr=1e-3:1e-1:4", "--optimizer.weight_decay=0.1", "--seeds=2"]
-    program = [sys.executable, "-m", "titanlite.cli"]
-    whole = command(tmp_path, corpus, *words, f"--output={tmp_path / 'whole'}")
-    done = subprocess.run([*program, *whole], capture_output=True, text=True, check=False)
+def stopped_and_continued(
+    folder: Path, corpus: Path, kind: str, num_ended: int, *words: str
+) -> tuple[str, dict[str, float]]:
+    """The output of a command and the losses of its runs, which the same command also has if it is stopped
+    after `num_ended` runs, and continued."""
+    program = [sys.executable, "-m", "titanlite.cli", *command(folder, corpus, *words)]
+    whole, parts = ([*program, f"--output={folder / name}"] for name in ("whole", "parts"))
+
+    def losses(name: str) -> dict[str, float]:
+        record = folder / name / f"{kind}.json"
+        results = json.loads(record.read_text())["results"] if record.exists() else {}
+        return {run: result["loss"] for run, result in results.items()}
+
+    done = subprocess.run(whole, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    parts = command(tmp_path, corpus, *words, f"--output={tmp_path / 'parts'}")
-    process = subprocess.Popen([*program, *parts], stderr=subprocess.PIPE, text=True)
-    record = tmp_path / "parts" / "search.json"
-    while not record.exists() or len(json.loads(record.read_text())["results"]) < 2:
+    process = subprocess.Popen(parts, stderr=subprocess.PIPE, text=True)
+    while len(losses("parts")) < num_ended:
         assert process.poll() is None
         time.sleep(0.05)
-    time.sleep(1.0)  # into the third run
+    time.sleep(1.0)  # into the next run
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 75
     assert process.stderr is not None
-    assert process.stderr.read().endswith(f"the same command continues the search in {tmp_path / 'parts'}\n")
-    again = subprocess.run([*program, *parts], capture_output=True, text=True, check=False)
+    assert process.stderr.read().endswith(f"the same command continues the {kind} in {folder / 'parts'}\n")
+    ended = losses("parts")
+    again = subprocess.run(parts, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
-    assert "lr=0.001.log" not in again.stderr  # this run had ended
-
-    def losses(name: str) -> dict[str, float]:
-        results = json.loads((tmp_path / name / "search.json").read_text())["results"]
-        return {run: result["loss"] for run, result in results.items()}
-
+    assert not [run for run in ended if f"{run}.log" in again.stderr]
     assert losses("parts") == losses("whole")  # to the bit
-    assert len(losses("whole")) == 4 + 3 + 1
-    assert again.stdout.replace("/parts/", "/whole/") == done.stdout
-    assert done.stdout.startswith("optimizer.lr  loss after 4  loss after 8\n")
-    best = min((loss, run) for run, loss in losses("whole").items() if "rung2" in run and "seed" not in run)
-    assert f"best: --optimizer.lr={best[1].partition('=')[2]} with {best[0]:.4f}\n" in done.stdout
-    assert (tmp_path / "whole" / "report.html").stat().st_size > 10_000
+    assert again.stdout.replace("/parts", "/whole") == done.stdout
+    assert (folder / "whole" / "report.html").stat().st_size > 10_000
+    return done.stdout, losses("whole")
+
+
+@pytest.mark.full
+def test_a_stopped_search_continues_to_the_same_end(tmp_path: Path, corpus: Path) -> None:
+    words = ["--optimizer.lr=1e-3:1e-1:4", "--optimizer.weight_decay=0.1", "--seeds=2"]
+    printed, losses = stopped_and_continued(tmp_path, corpus, "search", 2, *words)
+    assert len(losses) == 4 + 3 + 1
+    assert printed.startswith("optimizer.lr  loss after 4  loss after 8\n")
+    best = min((loss, run) for run, loss in losses.items() if "rung2" in run and "seed" not in run)
+    assert f"best: --optimizer.lr={best[1].partition('=')[2]} with {best[0]:.4f}\n" in printed
+
+
+@pytest.mark.full
+def test_a_stopped_ladder_continues_to_the_same_end(tmp_path: Path, corpus: Path) -> None:
+    model = {"dim": 64, "n_layers": 8, "n_heads": 8, "hidden_dim": 128}
+    words = ["--ladder", "--sizes=40K,0.1M", "--ratios=0.2,0.1"]
+    words += [f"--model.overrides.{key}={value}" for key, value in model.items()]
+    printed, losses = stopped_and_continued(tmp_path, corpus, "ladder", 1, *words)
+    assert list(losses) == [f"size={size},ratio={r}" for size in ("40K", "0.1M") for r in ("0.1", "0.2")]
+    assert all(math.isfinite(loss) for loss in losses.values())
+    assert f"--fit {tmp_path / 'whole'}\n" in printed
 
 
 @pytest.mark.full

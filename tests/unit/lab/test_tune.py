@@ -16,7 +16,7 @@ from titanlite.config.shipped import shipped_configs
 from titanlite.job import load_job
 from titanlite.lab import width as rules
 from titanlite.lab.coordinate_check import Size, Slopes, largest_slope, slopes
-from titanlite.lab.tune import at_width, table, verdict
+from titanlite.lab.tune import at_width, slopes_table, verdict
 from titanlite.lab.verbs import tune_arguments
 from titanlite.lab.width import param_groups_at
 from titanlite.optim.base import ParamGroup
@@ -100,11 +100,11 @@ def test_every_shipped_model_can_be_checked(name: str) -> None:
         return
     groups = set()
     for width in options.widths:
-        model, optimizer = at_width(job, width, options)
-        config = model.config
+        small = at_width(job, width, options)
+        config = small.model.config
         assert config.dim == width
         groups.add(config.n_heads / config.n_kv_heads)
-        optimizer.check(model.build_on_meta())
+        small.optimizer.check(small.model.build_on_meta())
     assert groups == {job.model.config.n_heads / job.model.config.n_kv_heads}
 
 
@@ -126,7 +126,7 @@ def test_docs_quote_the_recorded_checks(title: str, name: str) -> None:
     sizes, slopes_of = recorded(name)
     quoted = (ROOT / "docs/optimizers.md").read_text().partition(f'```text title="{title}"\n')[2]
     assert quoted.partition("\n```")[0] == "\n".join(
-        [*table(sizes, slopes_of, 5), verdict(slopes_of, [*sizes])]
+        [*slopes_table(sizes, slopes_of, 5), verdict(slopes_of, [*sizes])]
     )
     assert slopes(sizes) == {
         key: Slopes(value.output and pytest.approx(value.output), pytest.approx(value.change))

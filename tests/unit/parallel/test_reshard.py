@@ -14,7 +14,7 @@ from titanlite.attention.sdpa import SDPA
 from titanlite.job import Job, load_job
 from titanlite.lab.cards import CARDS, GIB, Cluster
 from titanlite.lab.memory import at_most, rank_memory
-from titanlite.lab.plan import planned_run
+from titanlite.lab.planned import planned_run
 from titanlite.mesh import ALONE
 from titanlite.optim.base import Optimizer
 from titanlite.parallel import reshard

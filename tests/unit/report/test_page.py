@@ -62,10 +62,6 @@ class Page(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attributes
-
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 

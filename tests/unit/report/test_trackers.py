@@ -15,7 +15,7 @@ from tests.support.trackers import RUN_ID, FakeClient, Server, deliver, values
 from titanlite.metrics.sinks.base import Event, RunInfo, Values
 from titanlite.metrics.sinks.jsonl import JsonLines
 from titanlite.metrics.sinks.samples import Samples
-from titanlite.report.trackers.tracker import Delivery, TrackerRun, flatten, numbers_of
+from titanlite.report.trackers.tracker import Delivery, TrackerRun, keys_as_text, numbers_of
 
 BRANCH = f"{RUN_ID}-b1"
 
@@ -48,8 +48,12 @@ class Course:
             self.delivery.sample(step, text)
 
 
-def test_a_run_is_sent_with_its_configuration_samples_and_events(tmp_path: Path) -> None:
-    server = Server()
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+def test_a_run_is_sent_with_its_configuration_samples_and_events(tmp_path: Path, server: Server) -> None:
     delivery = deliver(tmp_path, FakeClient(server))
     delivery.write(1, values(1) | {"eval/loss": float("nan")})
     delivery.sample(1, "once")
@@ -69,8 +73,7 @@ def test_a_run_is_sent_with_its_configuration_samples_and_events(tmp_path: Path)
     assert server.ended == [(RUN_ID, False)]
 
 
-def test_after_a_kill_every_step_is_there_once(tmp_path: Path) -> None:
-    server = Server()
+def test_after_a_kill_every_step_is_there_once(tmp_path: Path, server: Server) -> None:
     first = Course(tmp_path, FakeClient(server)).steps(1, 2).steps(3, 4, sends=False)
     first.delivery.write(5, values(5))  # sent, but the kill came before the line of metrics.jsonl
     Course(tmp_path, FakeClient(server), 4).steps(5, 10).delivery.close()
@@ -79,16 +82,14 @@ def test_after_a_kill_every_step_is_there_once(tmp_path: Path) -> None:
     assert server.ended == [(RUN_ID, True)]
 
 
-def test_without_the_journal_steps_would_be_there_twice(tmp_path: Path) -> None:
-    server = Server()
+def test_without_the_journal_steps_would_be_there_twice(tmp_path: Path, server: Server) -> None:
     Course(tmp_path, FakeClient(server)).steps(1, 6)
     (tmp_path / "trackers/fake.jsonl").unlink()
     Course(tmp_path, FakeClient(server), 4).steps(5, 6)
     assert server.steps() != list(range(1, 7))
 
 
-def test_a_torn_line_of_the_journal_loses_one_record(tmp_path: Path) -> None:
-    server = Server()
+def test_a_torn_line_of_the_journal_loses_one_record(tmp_path: Path, server: Server) -> None:
     Course(tmp_path, FakeClient(server)).steps(1, 6)
     journal = tmp_path / "trackers/fake.jsonl"
     journal.write_bytes(journal.read_bytes()[:-3])
@@ -97,8 +98,7 @@ def test_a_torn_line_of_the_journal_loses_one_record(tmp_path: Path) -> None:
     assert server.steps() == [1, 2, 3, 4, 5, 6, 6, 7, 8, 9]
 
 
-def test_samples_and_events_are_there_once(tmp_path: Path) -> None:
-    server = Server()
+def test_samples_and_events_are_there_once(tmp_path: Path, server: Server) -> None:
     for resumed_step in (0, 2, 4):
         course = Course(tmp_path, FakeClient(server), resumed_step).steps(resumed_step + 1, 4)
         for sink in (course.texts, course.delivery):
@@ -109,8 +109,7 @@ def test_samples_and_events_are_there_once(tmp_path: Path) -> None:
     assert [step for step, numbers in server.metrics[RUN_ID] if "events/saved" in numbers] == [4]
 
 
-def test_samples_that_were_missed_are_sent_from_the_file(tmp_path: Path) -> None:
-    server = Server()
+def test_samples_that_were_missed_are_sent_from_the_file(tmp_path: Path, server: Server) -> None:
     course = Course(tmp_path, FakeClient(server)).steps(1, 4)
     for text in ("a", "b\nc"):
         course.texts.sample(4, text)
@@ -120,9 +119,8 @@ def test_samples_that_were_missed_are_sent_from_the_file(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("change", [{"data": "b"}, {"lr": 0.2}, {"loss": 10.1}])
 def test_other_data_learning_rates_or_losses_begin_a_branch_with_the_steps_before(
-    tmp_path: Path, change: dict[str, Any]
+    tmp_path: Path, server: Server, change: dict[str, Any]
 ) -> None:
-    server = Server()
     Course(tmp_path, FakeClient(server)).steps(1, 8)
     Course(tmp_path, FakeClient(server), 4).steps(5, 6).steps(7, 10, **change).delivery.close()
     assert server.steps() == list(range(1, 9))  # the old course stays as it was
@@ -145,10 +143,9 @@ def test_other_data_learning_rates_or_losses_begin_a_branch_with_the_steps_befor
     ],
 )
 def test_losses_of_repeated_steps_may_differ_by_rounding_with_the_same_settings(
-    tmp_path: Path, job: dict[str, Any], num_runs: int
+    tmp_path: Path, server: Server, job: dict[str, Any], num_runs: int
 ) -> None:
     """The first repeated step has the loss that was sent: other settings show in the second."""
-    server = Server()
     for resumed_step, settings, loss in ((0, {"optimizer": {"weight_decay": 0.1}}, 10.0), (4, job, 10.001)):
         run = RunInfo(folder=tmp_path, run_id=RUN_ID, job=settings, resumed_step=resumed_step, total_steps=8)
         delivery = Delivery(FakeClient(server), run, "", tmp_path / "trackers/fake.jsonl")
@@ -164,9 +161,8 @@ def test_losses_of_repeated_steps_may_differ_by_rounding_with_the_same_settings(
         assert server.metrics[BRANCH][5][1]["train/loss"] == 10.001 - 6
 
 
-def test_a_copy_of_a_run_folder_is_a_branch_of_its_own(tmp_path: Path) -> None:
+def test_a_copy_of_a_run_folder_is_a_branch_of_its_own(tmp_path: Path, server: Server) -> None:
     """Both folders go on, the copy is resumed twice, and a moved folder stays the same run."""
-    server = Server()
 
     def start(name: str, resumed_step: int, last: int, **change: Any) -> str:
         folder = tmp_path / name
@@ -195,8 +191,7 @@ def test_a_copy_of_a_run_folder_is_a_branch_of_its_own(tmp_path: Path) -> None:
     assert server.runs[copy].name == "c@4"
 
 
-def test_a_rewind_in_the_process_begins_a_branch(tmp_path: Path) -> None:
-    server = Server()
+def test_a_rewind_in_the_process_begins_a_branch(tmp_path: Path, server: Server) -> None:
     course = Course(tmp_path, FakeClient(server)).steps(1, 8)
     course.texts_of(8)
     course.event(4, "rewound", {"reason": "spike"}).steps(5, 8, data="b")
@@ -209,16 +204,14 @@ def test_a_rewind_in_the_process_begins_a_branch(tmp_path: Path) -> None:
     assert server.samples[RUN_ID] == server.samples[BRANCH] == [(8, 0, "once"), (8, 1, "upon")]
 
 
-def test_a_resume_after_a_rewind_continues_its_branch(tmp_path: Path) -> None:
-    server = Server()
+def test_a_resume_after_a_rewind_continues_its_branch(tmp_path: Path, server: Server) -> None:
     Course(tmp_path, FakeClient(server)).steps(1, 8).event(4, "rewound").steps(5, 7, data="b")
     Course(tmp_path, FakeClient(server), 6).steps(7, 10, data="b").delivery.close()
     assert server.runs.keys() == {RUN_ID, BRANCH}
     assert server.steps(BRANCH) == list(range(1, 11))
 
 
-def test_a_run_that_is_killed_after_its_rewind_rewinds_again(tmp_path: Path) -> None:
-    server = Server()
+def test_a_run_that_is_killed_after_its_rewind_rewinds_again(tmp_path: Path, server: Server) -> None:
     Course(tmp_path, FakeClient(server)).steps(1, 8).event(4, "rewound").steps(5, 6, data="b")
     again = Course(tmp_path, FakeClient(server), 4).steps(5, 8)  # no checkpoint knew of the rewind
     again.event(4, "rewound").steps(5, 10, data="b").delivery.close()
@@ -229,15 +222,13 @@ def test_a_run_that_is_killed_after_its_rewind_rewinds_again(tmp_path: Path) -> 
     assert all(server.steps(run) == sorted(set(server.steps(run))) for run in server.runs)
 
 
-def test_a_rewind_of_which_the_tracker_has_nothing_begins_no_branch(tmp_path: Path) -> None:
-    server = Server()
+def test_a_rewind_of_which_the_tracker_has_nothing_begins_no_branch(tmp_path: Path, server: Server) -> None:
     Course(tmp_path, FakeClient(server)).steps(1, 4).event(4, "rewound").steps(5, 6, data="b")
     assert server.runs.keys() == {RUN_ID}
     assert server.steps() == list(range(1, 7))
 
 
-def test_a_rewind_that_is_lost_to_a_full_queue_begins_a_branch(tmp_path: Path) -> None:
-    server = Server()
+def test_a_rewind_that_is_lost_to_a_full_queue_begins_a_branch(tmp_path: Path, server: Server) -> None:
     course = Course(tmp_path, FakeClient(server)).steps(1, 8)
     course.lines.event(4, "rewound", {})
     course.steps(5, 10, data="b")
@@ -245,14 +236,13 @@ def test_a_rewind_that_is_lost_to_a_full_queue_begins_a_branch(tmp_path: Path) -
     assert server.steps(BRANCH) == list(range(1, 11))
 
 
-def test_a_branch_that_cannot_begin_is_tried_again(tmp_path: Path) -> None:
+def test_a_branch_that_cannot_begin_is_tried_again(tmp_path: Path, server: Server) -> None:
     class Refusing(FakeClient):
         def begin(self, run: TrackerRun) -> str:
             if self.broken:
                 raise ConnectionError
             return super().begin(run)
 
-    server = Server()
     client = Refusing(server)
     course = Course(tmp_path, client).steps(1, 6)
     client.broken = True
@@ -268,8 +258,7 @@ def test_a_branch_that_cannot_begin_is_tried_again(tmp_path: Path) -> None:
     assert server.runs.keys() == {RUN_ID, BRANCH}
 
 
-def test_going_back_with_load_step_begins_one_branch(tmp_path: Path) -> None:
-    server = Server()
+def test_going_back_with_load_step_begins_one_branch(tmp_path: Path, server: Server) -> None:
     Course(tmp_path, FakeClient(server)).steps(1, 8)
     for _ in range(2):  # the second start repeats the first, which was killed before it saved
         Course(tmp_path, FakeClient(server), 4, load_step=4).steps(5, 10)
@@ -277,8 +266,7 @@ def test_going_back_with_load_step_begins_one_branch(tmp_path: Path) -> None:
     assert server.runs.keys() == {RUN_ID, BRANCH}
 
 
-def test_a_course_that_was_trained_without_the_tracker_is_a_branch(tmp_path: Path) -> None:
-    server = Server()
+def test_a_course_that_was_trained_without_the_tracker_is_a_branch(tmp_path: Path, server: Server) -> None:
     Course(tmp_path, FakeClient(server)).steps(1, 6)
     other = JsonLines(tmp_path / "metrics.jsonl", 4)
     for step in (5, 6):
@@ -297,19 +285,17 @@ def test_another_target_gets_the_whole_run(tmp_path: Path) -> None:
     assert online.steps() == list(range(1, 7))
 
 
-def test_steps_that_the_tracker_has_lost_are_sent_again(tmp_path: Path) -> None:
+def test_steps_that_the_tracker_has_lost_are_sent_again(tmp_path: Path, server: Server) -> None:
     class Forgetful(FakeClient):
         def known_steps(self, sent: set[int]) -> set[int]:
             return sent - {3} | {5}
 
-    server = Server()
     Course(tmp_path, FakeClient(server)).steps(1, 4)
     Course(tmp_path, Forgetful(server), 4).steps(5, 6)
     assert server.steps() == [1, 2, 3, 4, 3, 6]
 
 
-def test_what_failed_is_sent_at_the_end(tmp_path: Path) -> None:
-    server = Server()
+def test_what_failed_is_sent_at_the_end(tmp_path: Path, server: Server) -> None:
     client = FakeClient(server)
     course = Course(tmp_path, client).steps(1, 2)
     client.broken = True
@@ -320,12 +306,11 @@ def test_what_failed_is_sent_at_the_end(tmp_path: Path) -> None:
     assert server.steps() == [1, 2, 4, 3]
 
 
-def test_damaged_lines_of_metrics_are_left_out(tmp_path: Path) -> None:
+def test_damaged_lines_of_metrics_are_left_out(tmp_path: Path, server: Server) -> None:
     lines = [json.dumps({"step": step, **values(step)}) for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text(
         "\n".join([lines[0], "{", "[]", '{"step": "x"}', lines[2], '{"st'])
     )
-    server = Server()
     deliver(tmp_path, FakeClient(server), 3)
     assert server.steps() == [1, 3]
 
@@ -337,15 +322,14 @@ def test_numbers_of_a_record() -> None:
 
 def test_flat_configuration() -> None:
     tree = {"a": {"b": 1, "c": {}}, "d": [{"e": True}], "f": "text"}
-    assert dict(flatten(tree)) == {"a.b": "1", "a.c": "{}", "d": '[{"e": true}]', "f": "text"}
+    assert dict(keys_as_text(tree)) == {"a.b": "1", "a.c": "{}", "d": '[{"e": true}]', "f": "text"}
 
 
-def test_a_delivery_that_cannot_begin_can_be_tried_again(tmp_path: Path) -> None:
+def test_a_delivery_that_cannot_begin_can_be_tried_again(tmp_path: Path, server: Server) -> None:
     class Refusing(FakeClient):
         def begin(self, run: object) -> str:
             raise ConnectionError
 
-    server = Server()
     Course(tmp_path, FakeClient(server)).steps(1, 2)
     with pytest.raises(ConnectionError):
         deliver(tmp_path, Refusing(server), 2)

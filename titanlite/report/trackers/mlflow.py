@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from titanlite.metrics.sinks.base import RunInfo
-from titanlite.report.trackers.tracker import Client, Numbers, Tracker, TrackerRun, flatten
+from titanlite.report.trackers.tracker import Client, Numbers, Tracker, TrackerRun, keys_as_text
 
 ID_TAG = "titanlite.run_id"
 MAX_METRICS, MAX_PARAMS, MAX_CHARACTERS = 1000, 100, 6000  # of one request; of one parameter
@@ -54,7 +54,7 @@ class MLflowClient(Client):
         else:
             made = self._client.create_run(number, run_name=run.name, tags={ID_TAG: run.id})
             self._run_id, recorded = made.info.run_id, dict[str, str]()
-        self._send_config({key: value[:MAX_CHARACTERS] for key, value in flatten(run.config)}, recorded)
+        self._send_config({key: value[:MAX_CHARACTERS] for key, value in keys_as_text(run.config)}, recorded)
         return f"{self._uri.rpartition('@')[2]} {self._experiment}"  # without a password
 
     def _send_config(self, config: dict[str, str], recorded: dict[str, str]) -> None:

@@ -113,7 +113,7 @@ class Tracker(Sink):
                 "metrics.sinks",
             ) from None
         journal = folder / "trackers" / f"{self.name}.jsonl"
-        name = self.run_name or (client.run_name if client else "") or folder.absolute().name
+        name = self.run_name or (client.run_name if client else "")
         return partial(Delivery, client, run, name, journal) if client else None
 
 
@@ -125,7 +125,8 @@ class Delivery(Writer):
         """Number of records of metrics that were sent."""
         self.target = ""
         """Where the records go."""
-        self._client, self._run, self._name = client, run, name
+        self._client, self._run = client, run
+        self._name = name or Path(run.folder).absolute().name
         self._journal = Journal(journal)
         self._last_step, self._settings = run.resumed_step, _settings(run.job)
         self._sample = (0, 0)  # step and index of the last one
@@ -256,7 +257,7 @@ class Delivery(Writer):
 
 def _settings(job: Mapping[str, Any]) -> str:
     """A hash of the settings that decide the course of training beside data and learning rate."""
-    keys = [f"{key}={value}" for key, value in flatten(job) if key.startswith(SETTINGS)]
+    keys = [f"{key}={value}" for key, value in keys_as_text(job) if key.startswith(SETTINGS)]
     return hashlib.sha256("\n".join(keys).encode()).hexdigest()[:12]
 
 
@@ -307,10 +308,10 @@ def samples_of(folder: Path, last_step: int) -> Iterator[tuple[int, int, str]]:
             index[step] += 1
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def keys_as_text(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Dotted keys of a configuration, and their values as text."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{key}.")
+            yield from keys_as_text(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
