@@ -45,7 +45,7 @@ def syntax_tree(path: Path) -> ast.Module:
 
 
 def statements(tree: ast.AST) -> Iterator[ast.stmt]:
-    """All statements, also inside others. Expressions, which hold none, are not visited: they are most nodes."""
+    """All statements, also inside others. Expressions hold none and are not visited."""
     for field in ("body", "orelse", "handlers", "finalbody", "cases"):
         for node in getattr(tree, field, ()):
             if isinstance(node, ast.stmt):
