@@ -26,6 +26,15 @@ settings.load_profile("titanlite")
 logging.getLogger("titanlite").setLevel(logging.INFO)  # once: pytest's log_level does it for each test
 logging.disable(logging.DEBUG)  # torch's loggers fill pages of a failed test's report
 
+
+def fsync(file: Any) -> None:
+    """Check that the file is open. A disk takes milliseconds, thousands of times, and no test cuts its power:
+    tests/support/power_loss.py replays the calls. Ranks and other processes have the real function."""
+    os.fstat(file if isinstance(file, int) else file.fileno())
+
+
+os.fsync = fsync
+
 # torch is imported where it is needed: tests/test_architecture.py needs none.
 
 
