@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import getpass
 import logging
 import os
@@ -24,6 +25,15 @@ settings.load_profile("titanlite")
 
 logging.getLogger("titanlite").setLevel(logging.INFO)  # once: pytest's log_level does it for each test
 logging.disable(logging.DEBUG)  # torch's loggers fill pages of a failed test's report
+
+
+def fsync(file: Any) -> None:
+    """Check that the file is open. A disk takes milliseconds, thousands of times, and no test cuts its power:
+    tests/support/power_loss.py replays the calls. Ranks and other processes have the real function."""
+    os.fstat(file if isinstance(file, int) else file.fileno())
+
+
+os.fsync = fsync
 
 # torch is imported where it is needed: tests/test_architecture.py needs none.
 
@@ -63,6 +73,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     config.hook.pytest_deselected(items=[item for item in items if not is_selected(item)])
     items[:] = [item for item in items if is_selected(item)]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect tests without garbage collection, and make full collections rare in the tests: each of them
+    visits all imported modules, which takes 0.3 s and finds little."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.set_threshold(5_000, 20, 50)
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """Exempt all objects from pytest's and the interpreter's last garbage collections."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

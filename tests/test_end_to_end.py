@@ -45,7 +45,8 @@ def test_the_debug_run_learns_and_says_where_everything_is(
     shorter = [
         "--training.steps=24",
         "--training.global_batch_size=4",
-        "--data.holdout_sequences=32",
+        "--data.holdout_sequences=16",
+        "--generation.max_new_tokens=16",
         f"--job.dump_folder={folder}",
         f"--data.cache_dir={tmp_path / 'cache'}",
     ]
@@ -77,7 +78,10 @@ def test_the_debug_run_learns_and_says_where_everything_is(
 
     samples = []
     for _ in range(2):
-        assert cli.run(["generate", str(folder), "--prompt", "import ", "--seed", "1"]) == 0
+        assert (
+            cli.run(["generate", str(folder), "--prompt", "import ", "--seed", "1", "--max-new-tokens", "16"])
+            == 0
+        )
         samples.append(capsys.readouterr().out)
     assert samples[0].startswith("import ")
     assert samples[0] == samples[1]

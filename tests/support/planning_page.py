@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import re
 from pathlib import Path
@@ -24,6 +25,7 @@ def refreshed(page: str) -> str:
     return BLOCK.sub(lambda match: f"{match[1]}{_output(COMMANDS[match[2]])}{match[3]}", page)
 
 
+@functools.cache
 def _output(words: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert cli.run(["plan", *words.split()]) == 0

@@ -128,9 +128,10 @@ class Decoder(nn.Module):
         if self.get_parameter(name).ndim < 2:
             return "norm"
         module: nn.Module = self
+        blocks = set(self.blocks().values())
         for child in name.split(".")[:-1]:
-            module = module.get_submodule(child)
-            if module in self.blocks().values():
+            module = getattr(module, child)
+            if module in blocks:
                 return "matrix"
         return "embedding" if isinstance(module, nn.Embedding) else "head"
 

@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import stat
+from functools import cache
 from pathlib import Path, PurePath
 
 import torch
@@ -63,12 +64,17 @@ def use_compile_cache(cache_dir: str, compiles: bool, device: torch.device, run_
 
 def _tag_with_definitions() -> None:
     """Let torch's compiler read only code that was compiled with these operators and passes."""
-    package, config = Path(titanlite.__file__).parent, torch.compiler.config
-    files = sorted(package.rglob("*.py")) or sorted(package.rglob("*.pyc"))  # an installation without sources
-    sources = [source for file in files if DEFINES.search(source := file.read_bytes())]
-    digest = hashlib.sha256(b"".join(sources)).hexdigest()
+    config, digest = torch.compiler.config, _digest_of_definitions(Path(titanlite.__file__).parent)
     if not config.cache_key_tag.endswith(digest):  # the user may have set one
         config.cache_key_tag += f" {digest}"
+
+
+@cache
+def _digest_of_definitions(package: Path) -> str:
+    """SHA-256 of the modules that match DEFINES. Read once per process, whose modules stay as they are."""
+    files = sorted(package.rglob("*.py")) or sorted(package.rglob("*.pyc"))  # an installation without sources
+    sources = [source for file in files if DEFINES.search(source := file.read_bytes())]
+    return hashlib.sha256(b"".join(sources)).hexdigest()
 
 
 def _check_owner(folder: Path) -> None:

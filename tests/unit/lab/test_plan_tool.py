@@ -55,7 +55,7 @@ def test_a_stage_with_shorter_sequences_needs_fewer_flops(capsys: Capture) -> No
 
 
 def test_the_text_says_whether_it_fits(capsys: Capture) -> None:
-    words = ["plan", "llama3_70b", "--activation_checkpoint.mode=none"]
+    words = ["plan", "llama3_70b", "--activation_checkpoint.mode=none", "--model.overrides.n_layers=40"]
     text = printed(capsys, *words, "--gpus=8xH100")
     assert "\ndoes not fit: " in text
     assert "H100 has 79.1 GiB" in text

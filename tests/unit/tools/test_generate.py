@@ -4,6 +4,7 @@ right is one line."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,15 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return write_directory(tmp_path / "hf", FAMILIES[request.param])
 
 
+@pytest.fixture(scope="module")
+def written_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_directory(tmp_path_factory.mktemp("qwen3") / "hf", FAMILIES["qwen3 tied"])
+
+
 @pytest.fixture
-def qwen3(tmp_path: Path) -> Path:
-    return write_directory(tmp_path / "hf", FAMILIES["qwen3 tied"])
+def qwen3(written_qwen3: Path, tmp_path: Path) -> Path:
+    """A copy of the directory, which the test may change."""
+    return Path(shutil.copytree(written_qwen3, tmp_path / "hf"))
 
 
 def of_transformers(folder: Path, prompts: list[str], num_new: int) -> list[list[int]]:
