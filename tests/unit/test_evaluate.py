@@ -82,7 +82,9 @@ def on_ranks(
 
         mesh = SimpleNamespace(dp_rank=dp_rank, dp_size=dp_size, is_data_leader=is_leader)
         batch = SimpleNamespace(micro_batch_size=micro_batch)
-        rt: Any = SimpleNamespace(batch=batch, mesh=mesh, device=torch.device("cpu"), rank=1, sum=add)
+        rt: Any = SimpleNamespace(
+            batch=batch, mesh=mesh, device=torch.device("cpu"), rank=1, ranks=SimpleNamespace(sum=add)
+        )
         model: Any = SimpleNamespace(loss_sum=loss_sum)
         metrics = validate(model, sequences, num_sequences, rt, table)
         forwards.append(num_forwards)
