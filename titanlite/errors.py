@@ -16,8 +16,8 @@ TRACEBACK = "traceback"  # start of the name of a rank's traceback of such an er
 
 
 class Diverged(RuntimeError):
-    """Training cannot continue: losses, gradients or weights are not finite. Starting the run again would
-    give the same result."""
+    """Training cannot continue: losses, gradients or weights are not finite, or the loss has spiked and
+    guard.on_spike ends the run. Starting the run again without a change may end it again."""
 
     exit_code = 4
 

@@ -28,7 +28,7 @@ from titanlite.metrics.guard import StepGuard
 from titanlite.metrics.hardware import Hardware
 from titanlite.metrics.memory import OutOfMemory, explain, is_out_of_memory, phase
 from titanlite.metrics.meter import Meter
-from titanlite.metrics.metric import MeasuredRun, OpenMetric, StepResult
+from titanlite.metrics.metric import MeasuredRun, OpenMetric, StepResult, values_of
 from titanlite.metrics.parameters import ParameterMetrics, ParameterStatistics
 from titanlite.metrics.probe import ProbeMetrics
 from titanlite.metrics.profiling import Profiler
@@ -256,7 +256,7 @@ class Run:
         for the device. Collective."""
         values = dict[str, Any]()
         for metric in self.metrics:
-            new = metric.measure(step)
+            new = values_of(metric, step)
             if both := values.keys() & new.keys():
                 raise ConfigError(f"two metrics report the name {min(both)!r}", "metrics.extra")
             values |= new

@@ -39,6 +39,7 @@ from titanlite.metrics.guard import StepGuard
 from titanlite.metrics.memory import building
 from titanlite.metrics.meter import Meter, StepCost
 from titanlite.metrics.sinks.base import RunInfo, Sinks
+from titanlite.optim.base import check_covers
 from titanlite.optim.ema import WeightAverage
 from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import Clipper
@@ -296,6 +297,7 @@ def load_state(
             logger.info("initialising the weights")
         model.materialize(rt.device, job.training.seed)
         optimizer = job.optimizer.build(model.net, rt.mesh)
+        check_covers(optimizer, model.net)
         clipper = Clipper(job.training.clip, job.training.max_norm, model.net, optimizer)
         guard = StepGuard(job.guard, rt.device, rt.world_size, parts.stages.loss_changes)
         state = TrainState(model.net, optimizer, rt.ranks.count(0), guard, rt.batch.global_size)

@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
@@ -140,7 +141,7 @@ class Storage(Component):
     @abstractmethod
     def rename(self, path: PurePath, target: PurePath) -> None:
         """Rename a file, or a folder to a name that nothing has, at once. Raises OSError if `target` is a
-        folder."""
+        folder with anything in it."""
 
     @abstractmethod
     def delete(self, path: PurePath) -> None:
@@ -180,10 +181,10 @@ class LocalDisk(Storage, name="file"):
         check_writable(Path(folder), key)
 
     def exists(self, path: PurePath) -> bool:
-        return Path(path).exists()  # unlike os.path.exists, it raises for a file system that does not answer
+        return _mode(path) is not None
 
     def is_folder(self, path: PurePath) -> bool:
-        return Path(path).is_dir()
+        return stat.S_ISDIR(_mode(path) or 0)
 
     def size(self, path: PurePath) -> int:
         return os.stat(path).st_size
@@ -270,7 +271,8 @@ class _RecordLock(Lock):
 
     def __init__(self, path: PurePath):
         self._path = path
-        self._file = open(path, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        self._file = open(descriptor, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115
 
     def try_take(self) -> bool:
         try:
@@ -298,6 +300,15 @@ class _RecordLock(Lock):
     def release(self) -> None:
         with suppress(OSError):  # a full disk; the file is closed all the same
             self._file.close()
+
+
+def _mode(path: PurePath) -> int | None:
+    """The type and permissions of a file or folder, None if there is none. Unlike os.path.exists, this raises
+    for a file system that does not answer."""
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 LOCAL = LocalDisk()

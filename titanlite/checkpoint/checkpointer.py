@@ -96,7 +96,8 @@ class Checkpointer:
             self.ranks.from_rank_zero(lambda: self._record_start(None))
 
     def _take_lock(self) -> None:
-        """Lock the folder, unless it existed and is locked since before the start was decided."""
+        """Take the lock, if decide() could not because there was no folder. Raises ConfigError if a run has
+        saved there since."""
         if self._lock.take() and commit.list_committed(self.folder):
             raise ConfigError(f"{self._run_folder}: another start of this run came first; start it again")
 
@@ -128,9 +129,8 @@ class Checkpointer:
         """Restore `state` in place from the newest healthy checkpoint of step `last_step` or earlier, and
         archive all later checkpoints. Returns whether there is such a checkpoint; if not, nothing changes.
 
-        No file records which sequences are skipped before the next save: a run that is killed before it
-        resumes from this checkpoint, or from a later one that was not archived yet, meets the same steps
-        again and rewinds again."""
+        New skipped sequences are saved with the next checkpoint only: a run that is killed before meets the
+        same steps again and rewinds again."""
         self.check_save()
         candidate = self.ranks.from_rank_zero(lambda: self._newest_healthy(last_step))
         if candidate is None:

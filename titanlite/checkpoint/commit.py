@@ -132,7 +132,7 @@ def commit(
     complete(partial, step, texts, files, about)
     disk.sync(partial)
     final = partial.with_name(f"step-{step}")
-    disk.rename(partial, final)  # fails if step-N exists: nothing is ever replaced
+    disk.rename(partial, final)  # fails if step-N has files: nothing is ever replaced
     disk.sync(final.parent)
     return final
 

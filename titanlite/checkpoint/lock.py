@@ -30,9 +30,9 @@ class FolderLock:
         self.close()
 
     def take(self, wait_s: float | None = None) -> bool:
-        """Lock the folder, which is made if it is missing. Returns whether it was not locked before. Raises
-        ConfigError if another process holds the lock for longer than `wait_s` (None: WAIT_S), or if the
-        folder cannot be written to."""
+        """Lock the folder, which is made if it is missing. Returns False if this process had the lock before.
+        Raises ConfigError if another process holds the lock for longer than `wait_s` (None: WAIT_S), or if
+        the folder cannot be written to."""
         if self._lock is not None:
             return False
         storage = storage_of(self.folder)

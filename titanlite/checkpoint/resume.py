@@ -73,10 +73,11 @@ def _check_is_of_a_run(candidate: Candidate) -> None:
 
 def is_healthy(path: PurePath) -> bool:
     """Whether the train.json of a checkpoint says that training was healthy when it was saved: no steps were
-    being skipped, and the loss was not in a spike. A damaged checkpoint is not healthy."""
+    being skipped, and the loss was not in a spike. A damaged checkpoint is not healthy. Raises OSError if a
+    file system does not answer now."""
     try:
         return read_train(path)["healthy"]
-    except (OSError, ValueError, KeyError):
+    except (FileNotFoundError, ValueError, KeyError):
         return False
 
 

@@ -1,7 +1,7 @@
 """How a run starts: at step 1, from a checkpoint, or at step 1 in the folder of an earlier run.
 
-`decide` reads the run folder once, on rank 0, and writes nothing. Its small result is passed on: first the
-run identity is compared with it, then the checkpoint is loaded."""
+`decide` reads the run folder once, on rank 0, and changes nothing in it. Its small result is passed on: first
+the run identity is compared with it, then the checkpoint is loaded."""
 
 from __future__ import annotations
 

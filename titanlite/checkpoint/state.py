@@ -129,7 +129,7 @@ class TrainState:
 
 
 def read_train(path: PurePath) -> dict[str, Any]:
-    """Read the train.json of a checkpoint. Its hash is checked before, and then it is trusted."""
+    """Read the train.json of a checkpoint. Its hash is not checked."""
     values: dict[str, Any] = json.loads(storage_of(path).read(path / TRAIN))
     return values
 

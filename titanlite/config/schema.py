@@ -288,7 +288,8 @@ class _Conversion:
                 return self._complain(f"missing `{picked_by}`{known_list(node['choices'])}", key, ChoiceError)
             if not isinstance(name, str) or name not in node["choices"]:
                 known = suggest(str(name), node["choices"])
-                text = f"unknown {node['kind']} {name!r}{known}"
+                own = "" if "did you mean" in known else "; one of your own needs its module in job.imports"
+                text = f"unknown {node['kind']} {name!r}{known}{own}"
                 return self._complain(text, f"{key}.{picked_by}", ChoiceError)
             table, made = node["choices"][name], {picked_by: name}
             tree = {k: v for k, v in tree.items() if k != picked_by}

@@ -183,10 +183,11 @@ def _for_each(call: Callable[[Source], T], sources: Sequence[Source], key: str) 
 class SequenceDataset(ValidationSequences, Dataset):
     """All sequences of a run by global number: `training`, whose numbers are unlimited, and `held_out`.
 
-    The held-out sequences depend only on the sources' contents, so runs with other seeds validate on the same
-    sequences. `identity`: everything that determines training sequence g. A run cannot resume with another
-    identity. `epoch_sequences`: number of training sequences of all sources together. `names`: the sources'
-    labels, for messages, by their fingerprints in `identity`. `source_names`: short names, for metrics."""
+    The held-out sequences depend on the sources' contents and weights only, so runs with other seeds validate
+    on the same sequences. `identity`: everything that determines training sequence g. A run cannot resume
+    with another identity. `epoch_sequences`: number of training sequences of all sources together. `names`:
+    the sources' labels, for messages, by their fingerprints in `identity`. `source_names`: short names, for
+    metrics."""
 
     def __init__(
         self,

@@ -188,9 +188,9 @@ class StepGuard:
 
         `loss`: loss of the whole step. `norm_sums`: the sums of summands(). `num_targets`: targets that count
         in the whole step; a step without any is neither applied nor compared with other steps, and no streak
-        ends at it. All three are equal on all ranks, and so is the decision. `grad_norm` is for the log, and
-        so are `first_sequence` and `next_sequence`: the step's sequences are the sequences from
-        `first_sequence` to before `next_sequence`.
+        ends at it. All three are equal on all ranks, and so is the decision. `grad_norm` is for the log. The
+        step's sequences are those from `first_sequence` to before `next_sequence`; they tell where losses can
+        no longer be compared, and which sequences a rewind skips.
         """
         bad_norms, *means = norm_sums
         finite = loss.isfinite() & (bad_norms == 0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from titanlite.config.component import Component
+from titanlite.config.component import Component, ConfigError, full_name
 from titanlite.data.batch import Batch
 from titanlite.data.step_sizes import StepSize
 from titanlite.metrics.token_statistics import TokenStatistics
@@ -72,9 +72,28 @@ class OpenMetric(ABC):
 
     @abstractmethod
     def measure(self, step: StepResult) -> dict[str, Any]:
-        """The numbers, and texts that explain them, by the names of the metrics; {} if there is nothing to
-        report. All ranks call it for each reported step, and rank 0's values are reported. It may wait for
-        the device, and use collectives if all ranks do. It must not change the run."""
+        """The values of the metrics by name: int, float or str, or tensors with one element; {} if there is
+        nothing to report. All ranks call it for each reported step, and rank 0's values are reported. It may
+        wait for the device, and use collectives if all ranks do. It must not change the run."""
+
+
+def values_of(metric: OpenMetric, step: StepResult) -> dict[str, int | float | str]:
+    """The values of a metric in a step, with tensors of one element and NumPy's numbers as numbers. Raises
+    ConfigError, which names the metric's class, for anything else. Waits for the device. Collective."""
+    measured, source = metric.measure(step), f"{full_name(type(metric))}.measure"
+    if not isinstance(measured, dict):
+        raise ConfigError(f"{source} returned {measured!r}; expected a dict of names and values")
+    values = dict[str, int | float | str]()
+    for name, value in measured.items():
+        if getattr(value, "size", None) == 1 or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            value = value.item()
+        if not isinstance(name, str) or name == "step" or type(value) not in (int, float, str):
+            raise ConfigError(
+                f"{source} returned {value!r} for {name!r}; expected a name other than 'step', and an int, a "
+                "float, a str or a tensor with one element"
+            )
+        values[name] = value
+    return values
 
 
 @dataclass(frozen=True, kw_only=True)

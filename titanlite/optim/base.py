@@ -218,6 +218,19 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
         return grouped
 
 
+def check_covers(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    """Raises ConfigError unless the optimizer has all trained parameters of the model: another one would stay
+    as it is, in silence."""
+    known = {p for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and p not in known]
+    if missing:
+        raise ConfigError(
+            f"{type(optimizer).__name__} lacks {len(missing)} trained parameters, for example {missing[0]}: "
+            "give it the groups that self.groups(model) returns",
+            "optimizer.name",
+        )
+
+
 def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Set each group's learning rate to `factor` times its peak learning rate, which is the learning rate
     that the group was built with. The first call stores it as `peak_lr`."""

@@ -21,9 +21,9 @@ MARGIN, DECAY, GLOBAL_STEPS = 1.05, 0.98, 100  # of AdaGC: lambda_rel, beta and 
 class GradNorms(NamedTuple):
     """Norms of the gradients of one step.
 
-    `total`: norm of the gradients of the whole model, an fp32 scalar that is equal on all ranks. `names`:
-    this rank's parameters with a gradient. `norms`: [len(names)], the norm of the whole gradient of each of
-    these parameters, equal on all ranks that have a shard or a copy of it."""
+    `total`: norm of the gradients of the whole model, an fp32 scalar; copies of the model may differ in its
+    last digits. `names`: this rank's parameters with a gradient. `norms`: [len(names)], the norm of the whole
+    gradient of each of these parameters, equal on all ranks that have a shard or a copy of it."""
 
     total: torch.Tensor
     names: list[str]

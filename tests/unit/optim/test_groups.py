@@ -20,7 +20,7 @@ from titanlite.mesh import ALONE
 from titanlite.models.base import Decoder
 from titanlite.models.llama3 import Llama3
 from titanlite.optim.adamw import AdamW
-from titanlite.optim.base import ParamGroup
+from titanlite.optim.base import ParamGroup, check_covers
 from titanlite.train import train
 
 DOWN = "*.mlp.down_proj.weight"
@@ -168,3 +168,12 @@ def test_a_pipeline_rank_may_have_no_parameter_of_a_group(tmp_path: Path, corpus
     )
     assert two == pytest.approx(one, abs=1e-5)
     assert without != pytest.approx(one, abs=1e-5)  # control
+
+
+def test_an_optimizer_that_lacks_parameters_is_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].bias.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    check_covers(torch.optim.SGD(trained, lr=0.1), model)
+    with pytest.raises(ConfigError, match="SGD lacks 1 trained parameters, for example 1.weight"):
+        check_covers(torch.optim.SGD(trained[:2], lr=0.1), model)
