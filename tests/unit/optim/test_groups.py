@@ -175,5 +175,5 @@ def test_an_optimizer_that_lacks_parameters_is_refused() -> None:
     model[1].bias.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
     check_covers(torch.optim.SGD(trained, lr=0.1), model)
-    with pytest.raises(ConfigError, match="SGD lacks 1 trained parameters, for example 1.weight"):
+    with pytest.raises(ConfigError, match=r"SGD lacks 1 trained parameters, for example 1\.weight"):
         check_covers(torch.optim.SGD(trained[:2], lr=0.1), model)
