@@ -813,8 +813,8 @@ def test_a_choice_that_an_import_adds_is_judged_after_it(run, config, tmp_path, 
     message = complaint_of(run("config", "--allow-imports", config, imports, "--optimizer.name=mine"))
     known = ", ".join(sorted(Optimizer.choices))  # other tests of this process may have added some
     assert message == (
-        f"command line, --optimizer.name: unknown optimizer 'mine' (known: {known}); one of your own needs its "
-        "module in job.imports"
+        f"command line, --optimizer.name: unknown optimizer 'mine' (known: {known}); "
+        "one of your own needs its module in job.imports"
     )
     assert "adds_nothing" in sys.modules, "what it adds would have been known"
 
