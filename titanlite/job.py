@@ -50,6 +50,7 @@ from titanlite.parallel.expert_parallel import check_expert_parallel
 from titanlite.parallel.float8 import Float8
 from titanlite.parallel.pipeline_parallel import check_pipeline_parallel
 from titanlite.parallel.reshard import StepMemory
+from titanlite.parallel.same_bits import check_same_bits
 from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallelism import Parallelism
 from titanlite.runtime import environment
@@ -169,6 +170,18 @@ class Job:
             micro_batch_tokens=training.local_batch_size * training.seq_len // degrees.cp,
             cpu_offload=training.enable_cpu_offload,
         )
+        if training.same_bits_on_any_ranks:
+            check_same_bits(
+                degrees,
+                parallelism.expert_parallel_degree,
+                {
+                    "float8.enable": self.float8.enable,
+                    "training.enable_cpu_offload": training.enable_cpu_offload,
+                    "compile.cuda_graphs": self.compile.cuda_graphs,
+                    "parallelism.fsdp_symmetric_memory": parallelism.fsdp_symmetric_memory,
+                    "training.mixed_precision_reduce": training.mixed_precision_reduce != "float32",
+                },
+            )
         self.moe.check(self.model.num_experts, trains_adapters=self.lora.enable)
         self.lora.check(self.checkpoint.initial_load_path, self.float8.enable)
         if training.enable_cpu_offload:

@@ -33,12 +33,14 @@ STAGE_SHARDS = "stage_shards"  # the flattened axes over which the parameters of
 @dataclass(frozen=True)
 class Mesh:
     """This rank's place among the ranks, and the axes as DeviceMeshes. `device_mesh` is None in a single
-    process that shards nothing. `expert_degree`: parallelism.expert_parallel_degree."""
+    process that shards nothing. `expert_degree`: parallelism.expert_parallel_degree. `same_bits`:
+    training.same_bits_on_any_ranks; results must not depend on the number of data-parallel ranks."""
 
     degrees: Degrees
     rank: int
     device_mesh: DeviceMesh | None
     expert_degree: int = 1
+    same_bits: bool = False
 
     @property
     def coordinate(self) -> Degrees:
@@ -171,7 +173,12 @@ ALONE = Mesh(Degrees(1, 1, 1, 1, 1), 0, None)
 
 
 def build_mesh(
-    parallelism: Parallelism, device_type: str, rank: int, world_size: int, always: bool = False
+    parallelism: Parallelism,
+    device_type: str,
+    rank: int,
+    world_size: int,
+    always: bool = False,
+    same_bits: bool = False,
 ) -> Mesh:
     """The mesh of a job; collective over all ranks. `always`: make a DeviceMesh even for a single process."""
     degrees = parallelism.degrees(world_size)
@@ -181,7 +188,7 @@ def build_mesh(
     mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     if degrees.cp > 1:
         flatten_mesh(mesh["dp_shard", "cp"], DP_SHARD_AND_CP)
-    return Mesh(degrees, rank, mesh, parallelism.expert_parallel_degree)
+    return Mesh(degrees, rank, mesh, parallelism.expert_parallel_degree, same_bits)
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ opens and checks the inputs of the run. Neither writes into the run folder, so t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -299,7 +300,11 @@ def load_state(
         optimizer = job.optimizer.build(model.net, rt.mesh)
         check_covers(optimizer, model.net)
         clipper = Clipper(job.training.clip, job.training.max_norm, model.net, optimizer)
-        guard = StepGuard(job.guard, rt.device, rt.world_size, parts.stages.loss_changes)
+        # With same bits all ranks have the same norm, and a mean of more copies could round otherwise.
+        divisor = float(rt.world_size)
+        if rt.mesh.same_bits:
+            divisor = 1.0 if rt.rank == 0 else math.inf
+        guard = StepGuard(job.guard, rt.device, divisor, parts.stages.loss_changes)
         state = TrainState(model.net, optimizer, rt.ranks.count(0), guard, rt.batch.global_size)
         state.skipped = job.data.skipped
         load_initial_weights(job, state, checkpoints)

@@ -118,7 +118,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         details = run.token_statistics(step_size)  # None without a detailed report
         loss = model.forward_backward(micro_batches, num_targets, details)
         rt.clock.enter("optimizer")
-        norms = grad_norms(model.net, rt.mesh.pp)
+        norms = grad_norms(model.net, rt.mesh)
         loss, *sums = rt.ranks.sum_scalars(loss, *guard.summands(norms.total))
         next_sequence = loader.state_dict()["sequences"]
         apply = guard.judge(loss, norms.total, sums, state.step, first_sequence, next_sequence, num_targets)

@@ -119,7 +119,7 @@ def gradients(world_size: int, rank: int, micro_batches: int, **layout: Any) -> 
     if world_size > 1:
         for value in (loss, *auxiliary.values()):
             torch.distributed.all_reduce(value)
-    result = {"loss": loss, **auxiliary, "norm": grad_norms(model.net, model.mesh.pp).total}
+    result = {"loss": loss, **auxiliary, "norm": grad_norms(model.net, model.mesh).total}
     for name, p in model.net.named_parameters():
         if not p.requires_grad:
             assert p.grad is None

@@ -145,12 +145,13 @@ class StepGuard:
     of the outliers and of the spike detector; the sequences of all steps; the number of rewinds."""
 
     def __init__(
-        self, config: Guard, device: torch.device, world_size: int = 1, loss_changes: Sequence[int] = ()
+        self, config: Guard, device: torch.device, norm_divisor: float = 1.0, loss_changes: Sequence[int] = ()
     ):
-        """`loss_changes`: the numbers of the sequences, in ascending order, from which on losses and gradient
-        norms are of another kind, because the sources or the sequence length change. Steps are compared with
-        the steps since the last such change."""
-        self.config, self._world_size, self._loss_changes = config, world_size, loss_changes
+        """`norm_divisor`: of this rank's gradient norm in the mean over all ranks. `loss_changes`: numbers
+        of the sequences, in ascending order, from which on losses and gradient norms are of another kind,
+        because the sources or the sequence length change. Steps are compared with the steps since the last
+        such change."""
+        self.config, self._norm_divisor, self._loss_changes = config, norm_divisor, loss_changes
         self._streak = torch.zeros((), dtype=torch.int64, device=device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._outliers: Outliers | None = None
@@ -172,7 +173,7 @@ class StepGuard:
         """The values that judge() needs as sums over all ranks: whether the gradient norm is not finite, and
         for outliers its share of the mean. Ranks with copies of one gradient may have norms that differ."""
         not_finite = ~grad_norm.isfinite()
-        return [not_finite] if self._outliers is None else [not_finite, grad_norm / self._world_size]
+        return [not_finite] if self._outliers is None else [not_finite, grad_norm / self._norm_divisor]
 
     def judge(
         self,

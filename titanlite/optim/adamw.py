@@ -113,15 +113,26 @@ class AdamW(AdamWKeys, name="adamw"):
         return 1.0
 
     def build(self, model: Decoder, mesh: Mesh) -> torch.optim.Optimizer:
-        return build_adamw(self.groups(model), (self.beta1, self.beta2), self.eps, self.state_dtype)
+        betas = self.beta1, self.beta2
+        return build_adamw(self.groups(model), betas, self.eps, self.state_dtype, mesh.same_bits)
 
 
 def build_adamw(
-    groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, state_dtype: StateDtype
+    groups: list[dict[str, Any]],
+    betas: tuple[float, float],
+    eps: float,
+    state_dtype: StateDtype,
+    same_bits: bool = False,
 ) -> torch.optim.Optimizer:
     """The AdamW optimizer of parameter groups, each with `params`, `lr` and `weight_decay`. With `MANY`
     values on a GPU, torch's fused implementation is slower: it also writes the divided gradients. With few,
-    it is faster: it asks less of the host (adamw_update_h200.json)."""
+    it is faster: it asks less of the host (adamw_update_h200.json). `same_bits`: the implementation does
+    not depend on the size of the shards. torch's fused one on a CPU does: it rounds the last values of a
+    shard otherwise."""
+    if same_bits:
+        if state_dtype == "float32" and all(p.is_cuda for group in groups for p in group["params"]):
+            return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
+        return CompiledAdamW(groups, betas, eps, state_dtype, large=0)
     shards = [local_shard(p) for group in groups for p in group["params"] if p.is_cuda]
     if state_dtype != "float32" or sum(shard.numel() for shard in shards) >= MANY:
         return CompiledAdamW(groups, betas, eps, state_dtype)

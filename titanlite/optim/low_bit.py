@@ -58,16 +58,21 @@ class CompiledAdamW(torch.optim.Optimizer):
 
     The step follows the protocol of `guarded_step`: it reads `found_inf` and `grad_scale` as tensors and does
     not wait for the device. On CUDA the update of a parameter is one kernel, compiled once for all shapes.
-    With "float32", shards of fewer than `LARGE` values share torch's fused kernels, because hundreds of small
+    With "float32", shards of fewer than `large` values share torch's fused kernels, because hundreds of small
     kernels would wait for the host."""
 
     _step_supports_amp_scaling = True
 
     def __init__(
-        self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, state_dtype: str
+        self,
+        groups: list[dict[str, Any]],
+        betas: tuple[float, float],
+        eps: float,
+        state_dtype: str,
+        large: int = LARGE,
     ):
         super().__init__(groups, {"betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._least = LARGE if state_dtype == "float32" else 0
+        self._least = large if state_dtype == "float32" else 0
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = _initial_state(parameter, state_dtype)

@@ -129,7 +129,7 @@ class Muon(AdamWKeys, name="muon"):
         position = {p: i for i, p in enumerate(names)}
         matrices.sort(key=lambda matrix: position[matrix.parameter])
         betas = (self.beta1, self.beta2)
-        adamw = build_adamw(others, betas, self.eps, self.state_dtype) if others else None
+        adamw = build_adamw(others, betas, self.eps, self.state_dtype, mesh.same_bits) if others else None
         is_cuda = any(p.device.type == "cuda" for p in names)
         return MuonOptimizer(matrices, muon, adamw, self._settings(is_cuda), mesh.stage_group)
 

@@ -8,11 +8,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titanlite.mesh import local_shard
+from titanlite.mesh import ALONE, Mesh, local_shard
 from titanlite.optim.base import CLIP_NORM
+from titanlite.parallel.same_bits import squared_norms
 from titanlite.torch_compat import all_reduce, foreach_copy, foreach_norm
 
 MARGIN, DECAY, GLOBAL_STEPS = 1.05, 0.98, 100  # of AdaGC: lambda_rel, beta and the warmup
@@ -31,9 +31,12 @@ class GradNorms(NamedTuple):
 
 
 @torch.no_grad()
-def grad_norms(net: nn.Module, pp: DeviceMesh | None = None) -> GradNorms:
-    """The norms of the gradients of `net`, without a host synchronisation. `pp`: the mesh of the
-    pipeline-parallel ranks; None without pipeline parallel."""
+def grad_norms(net: nn.Module, mesh: Mesh = ALONE) -> GradNorms:
+    """The norms of the gradients of `net`, without a host synchronisation. Collective over `mesh`."""
+    if mesh.same_bits:
+        gradients = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+        squares = squared_norms(list(gradients.values()), mesh)
+        return GradNorms(squares.sum().sqrt().float(), list(gradients), squares.sqrt())
     # torch cannot stack norms of gradients on different meshes.
     by_mesh: dict[object, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, p in net.named_parameters():
@@ -41,8 +44,8 @@ def grad_norms(net: nn.Module, pp: DeviceMesh | None = None) -> GradNorms:
             by_mesh[p.grad.device_mesh if isinstance(p.grad, DTensor) else None][name] = p.grad
     norms = torch.cat([_norms(list(gradients.values())) for gradients in by_mesh.values()])
     total = torch.linalg.vector_norm(norms).float()
-    if pp is not None:
-        total = all_reduce(total.square(), "sum", pp).sqrt()
+    if mesh.pp is not None:
+        total = all_reduce(total.square(), "sum", mesh.pp).sqrt()
     return GradNorms(total, [name for gradients in by_mesh.values() for name in gradients], norms)
 
 

@@ -58,8 +58,11 @@ def apply_fsdp(
     """Shard each block, the embedding and the head, in place. Tied embeddings are sharded with the root
     module. Experts with separate mesh axes are sharded before their block, which leaves them alone."""
     # cast_forward_inputs would also cast the rotary tables, which must stay fp32.
+    # Gradients are exact in the dtype in which they were computed: ordered sums receive them in that one.
     policy = MixedPrecisionPolicy(
-        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+        param_dtype=param_dtype,
+        reduce_dtype=param_dtype if mesh.same_bits else reduce_dtype,
+        cast_forward_inputs=False,
     )
     reshard = parallelism.fsdp_reshard_after_forward == "always"
     if parallelism.fsdp_reshard_after_forward == "default":
@@ -88,6 +91,8 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)
             if isinstance(module, nn.Embedding):
                 module.set_unshard_in_backward(False)  # an embedding's backward does not read the weight
+    if mesh.same_bits:
+        return
     if mesh.fsdp.device_type == "cuda":
         if parallelism.fsdp_symmetric_memory:
             _use_symmetric_memory(net)

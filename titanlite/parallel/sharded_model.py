@@ -24,6 +24,7 @@ from titanlite.parallel.fsdp import reshard, sync_gradients
 from titanlite.parallel.initialize import fill_normal, fill_uniform
 from titanlite.parallel.pipeline_parallel import Pipeline
 from titanlite.parallel.probe import NUM_QUERIES, BlockRecorder, BlockStatistics, state_unchanged
+from titanlite.parallel.same_bits import apply_ordered_sums, forget_gradients, ordered_sum
 from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallel.tensor_parallel import gather_for_loss, gather_logits, vocabulary_shard
 from titanlite.step_clock import StepClock
@@ -81,8 +82,10 @@ class ShardedModel:
         self.auxiliary_losses: dict[str, torch.Tensor] = {}
         self._names_of_loss = loss.auxiliary_losses
         self._auxiliary_sums: list[torch.Tensor] = []  # of the loss's auxiliary losses, per micro-batch
+        self._reduces_every_micro_batch = settings.reduces_every_micro_batch or mesh.same_bits
         self._gathers_float8 = settings.float8.gathers_float8 and mesh.device_mesh is not None
         self.sharding = SequenceSharding(mesh.cp) if mesh.degrees.cp > 1 else None
+        self._ordered_sums = apply_ordered_sums(net, mesh) if mesh.same_bits else []
         self._graphs = CudaGraphs(net, self._micro_batch) if settings.compile.cuda_graphs else None
 
     def materialize(self, device: torch.device, seed: int) -> None:
@@ -134,6 +137,9 @@ class ShardedModel:
             self.auxiliary_losses = self._auxiliary_losses_of_loss(num_targets)
             return self._counted_once(total)
         total, auxiliary = torch.zeros((), device=num_targets.device), dict[str, torch.Tensor]()
+        in_order = list[torch.Tensor]()  # the losses of the micro-batches, for ordered sums
+        for ordered in self._ordered_sums:
+            ordered.begin_step()
         graphs = self._graphs
         if graphs is not None and (observer is not None or not graphs.begin_step(micro_batches[0])):
             graphs = None
@@ -143,9 +149,14 @@ class ShardedModel:
                 losses = graphs.forward_backward(batch, num_targets, is_first=i == 0)
             else:
                 is_last = i == len(micro_batches) - 1
-                sync_gradients(self.net, self.settings.reduces_every_micro_batch or is_last)
+                if self._ordered_sums and i > 0 and self.mesh.dp_size > 1:
+                    forget_gradients(self.net)
+                sync_gradients(self.net, self._reduces_every_micro_batch or is_last)
                 losses = self._micro_batch(batch, num_targets, observer, clock)
-            total += losses.tokens
+            if self._ordered_sums:
+                in_order.append(losses.tokens)
+            else:
+                total += losses.tokens
             for name, value in losses.auxiliary.items():
                 auxiliary[name] = auxiliary.get(name, 0.0) + value
             if losses.of_loss is not None:
@@ -154,6 +165,10 @@ class ShardedModel:
         if is_first_step and (both := auxiliary.keys() & set(self._names_of_loss)):
             raise ConfigError(f"loss and model both have an auxiliary loss {min(both)!r}", "loss.name")
         self.auxiliary_losses = auxiliary | self._auxiliary_losses_of_loss(num_targets)
+        if self._ordered_sums:
+            for ordered in self._ordered_sums:  # only the gradients hold their memory from now on
+                ordered.begin_step()
+            return ordered_sum(in_order, self.mesh)
         return self._counted_once(total)
 
     def _micro_batch(

@@ -110,9 +110,9 @@ def explicit_garbage_collection(gc_freq: int) -> Iterator[None]:
 
 
 @contextmanager
-def determinism(on: bool) -> Iterator[None]:
+def determinism(on: bool, one_thread: bool = False) -> Iterator[None]:
     """In the body, torch and its compiler choose deterministic kernels only, if `on`; otherwise what the user
-    has chosen stays."""
+    has chosen stays. `one_thread`: on a CPU, sums depend on the number of threads."""
     torch.backends.cudnn.benchmark = False
     if not on:
         yield
@@ -120,7 +120,11 @@ def determinism(on: bool) -> Iterator[None]:
     set_deterministic_defaults()
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
+    num_threads = torch.get_num_threads()
+    if one_thread:
+        torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+        torch.set_num_threads(num_threads)

@@ -112,16 +112,18 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm, folder: Pu
     device = process.pick_device()
     parallelism.check_machine(device, place().num_local_ranks)
     param_dtype = choose_param_dtype(training, device)
-    offload = training.enable_cpu_offload  # FSDP does it, so even one process needs a process group
-    ours = (size > 1 or offload) and not dist.is_initialized()
+    # FSDP offloads, and rounds otherwise than a single process: then even one process is wrapped in it.
+    always, same_bits = training.enable_cpu_offload, training.same_bits_on_any_ranks
+    always = always or same_bits
+    ours = (size > 1 or always) and not dist.is_initialized()
     if ours:
         init_process_group(device, comm, rank, size)
-    mesh = build_mesh(parallelism, device.type, rank, size, always=offload)
+    mesh = build_mesh(parallelism, device.type, rank, size, always, same_bits)
     clock = StepClock(device, hang.keep_position(notes_folder(), rank))
     timeout = max(TIMEOUT, timedelta(seconds=comm.init_timeout_seconds))
     ranks = Ranks(folder, timeout=timeout, device=device, is_data_leader=mesh.is_data_leader, clock=clock)
     with (
-        process.determinism(training.deterministic),
+        process.determinism(training.is_deterministic, one_thread=same_bits and device.type == "cpu"),
         process.explicit_garbage_collection(training.gc_freq),
         process.reporting_to_launcher(rank),
     ):

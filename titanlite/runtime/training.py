@@ -58,6 +58,9 @@ class Training:
     """Seed of initial weights and data order."""
     deterministic: bool = False
     """Use deterministic kernels: reruns on the same layout are bit-identical, at some cost in speed."""
+    same_bits_on_any_ranks: bool = False
+    """Compute the same weights, bit by bit, on any number of data-parallel ranks that divides the
+    micro-batches of a step, on GPUs of one kind. Implies `deterministic`."""
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
     """dtype of forward and backward; the optimizer's weights are float32. `auto`: bfloat16 on CUDA, else
     float32."""
@@ -68,6 +71,11 @@ class Training:
     """Keep weights, gradients and optimizer state in host memory, and run the optimizer on the CPU. Slow."""
     gc_freq: int = 50
     """Steps between Python's garbage collections, which all ranks run at the same step. 0: automatic."""
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether kernels are deterministic."""
+        return self.deterministic or self.same_bits_on_any_ranks
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "gc_freq", "max_norm")

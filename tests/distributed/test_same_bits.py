@@ -1,0 +1,188 @@
+"""A run with training.same_bits_on_any_ranks has the same bits of weights and optimizer state on any number
+of data-parallel ranks, also across resumes on other numbers. The controls differ."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from tests.support.golden import EXPERTS
+from tests.support.jobs import make_job, metrics_in
+from tests.support.runs import PP, TP, UNTIED, train_on_rank
+from tests.support.tiers import full
+from titanlite.checkpoint.reader import SafeReader, read_metadata
+from titanlite.config.component import ConfigError
+from titanlite.mesh import local_shard
+from titanlite.parallel import clip
+from titanlite.parallel.same_bits import OrderedReduceScatter
+from titanlite.train import train
+
+ON = "--training.same_bits_on_any_ranks"
+KEYS = ["--training.local_batch_size=2", "--training.global_batch_size=24", "--training.max_norm=0.5"]
+BF16 = "--training.mixed_precision_param=bfloat16"
+HSDP = "--parallelism.data_parallel_replicate_degree=2"
+GUARD = ["--guard.skip_sigma=6.0", "--guard.min_window=2"]
+FULL_CHECKPOINT = "--activation_checkpoint.mode=full"
+
+Run = Callable[..., dict[str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, corpus: Path, run_on: Callable[..., Any]) -> Run:
+    """`run(ranks, *keys)`: SHA-256 of the state of a run after 4 steps. `name`: of a run to resume.
+    `on_rank`: the function that trains."""
+    names = iter(f"run-{i}" for i in range(10))
+
+    def run(ranks: int, *keys: str, steps: int = 4, name: str = "", on_rank: Any = train_on_rank) -> Any:
+        name = name or next(names)
+        keys = (*KEYS, *keys, f"--training.steps={steps}", "--lr_scheduler.total_steps=8")
+        run_on(ranks, on_rank, tmp_path, corpus, list(keys), name, ranks)
+        return state_of(tmp_path / name / f"checkpoint/step-{steps}")
+
+    return run
+
+
+def state_of(checkpoint: Path) -> dict[str, str]:
+    """SHA-256 of every tensor of a checkpoint, whole."""
+    metadata = read_metadata(checkpoint)
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp_load(tensors, storage_reader=SafeReader(checkpoint, metadata), no_dist=True)
+    data = {name: tensor.view(-1).view(torch.uint8).numpy() for name, tensor in tensors.items()}
+    return {name: hashlib.sha256(bytes_).hexdigest() for name, bytes_ in data.items()}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys"),
+    [
+        (3, []),
+        full(2, []),
+        full(4, []),
+        full(2, [BF16]),
+        full(3, [BF16]),
+        full(4, [HSDP]),
+        full(4, [HSDP, BF16]),
+        full(3, ["--optimizer.name=muon"]),
+        full(3, ["--optimizer.state_dtype=int8"]),
+        full(3, ["--model.name=qwen3_moe", *EXPERTS]),
+        full(4, ["--model.name=qwen3_moe", *EXPERTS, "--moe.load_balance=global", BF16]),
+        full(3, ["--model.name=qwen3", FULL_CHECKPOINT, "--ema.enable", *GUARD]),
+        full(3, ["--training.clip=tensor", "--data.packing=best_fit", "--data.mask_documents"]),
+        full(2, ["--compile.enable", BF16]),
+    ],
+)
+def test_any_number_of_ranks_has_the_bits_of_one(run: Run, ranks: int, keys: list[str]) -> None:
+    alone = [key for key in keys if key != HSDP]
+    assert run(ranks, ON, *keys) == run(1, ON, *alone)
+
+
+@pytest.mark.parametrize("hops", [full((3, 1)), full((1, 4, 2)), (2, 3)])
+def test_resumes_on_other_numbers_keep_the_bits(run: Run, hops: tuple[int, ...]) -> None:
+    whole = run(1, ON, steps=2 * len(hops))
+    for i, ranks in enumerate(hops):
+        state = run(ranks, ON, steps=2 * (i + 1), name="hops")
+    assert state == whole
+
+
+def test_losses_and_norms_have_equal_bits_too(tmp_path: Path, run: Run) -> None:
+    for ranks in (1, 2):
+        run(ranks, ON, name=f"of-{ranks}")
+    keys = ("train/loss", "train/grad_norm", "data/batch_sha")
+    of_1, of_2 = ([[row[k] for k in keys] for row in metrics_in(tmp_path / f"of-{n}")] for n in (1, 2))
+    assert of_1 == of_2
+
+
+# ---- controls
+
+
+def with_torchs_sums(*args: Any) -> None:
+    """Train on one rank, with the reduce-scatter of torch."""
+
+    def reduce(self: Any, output: Any, input_: Any, group: Any, op: Any, async_op: bool = False) -> None:
+        part = torch.empty(output.shape, dtype=torch.float32)
+        dist.reduce_scatter_tensor(part, input_.float(), group=group)
+        if self._sum is None:
+            self._sum = output.zero_()
+        self._sum.add_(part)
+
+    with patch.object(OrderedReduceScatter, "__call__", call_by_name(reduce)):
+        train_on_rank(*args)
+
+
+def call_by_name(reduce: Any) -> Any:
+    return lambda self, output_tensor, input_tensor, group, op, async_op=False: reduce(
+        self, output_tensor, input_tensor, group, op
+    )
+
+
+def with_swapped_ranks(*args: Any) -> None:
+    """Train on one rank, which adds the gradients of the last rank first."""
+    exchange = dist.all_to_all_single
+
+    def swapped(received: torch.Tensor, sent: torch.Tensor, group: Any = None) -> None:
+        exchange(received, sent, group=group)
+        received.copy_(received.view(group.size(), -1).flip(0).view(received.shape))
+
+    with patch.object(dist, "all_to_all_single", swapped):
+        train_on_rank(*args)
+
+
+def with_norms_by_shard(*args: Any) -> None:
+    """Train on one rank, with the norm of each gradient summed by shard."""
+
+    def squared(gradients: Any, mesh: Any) -> torch.Tensor:
+        squares = torch.stack([local_shard(g).square().sum() for g in gradients])
+        if mesh.dp_size > 1:
+            dist.all_reduce(squares)
+        return squares.double()
+
+    with patch.object(clip, "squared_norms", squared):
+        train_on_rank(*args)
+
+
+@pytest.mark.parametrize(
+    "control", [full(with_torchs_sums), with_swapped_ranks, full(with_norms_by_shard), full(train_on_rank)]
+)
+def test_control_other_sums_have_other_bits(run: Run, control: Callable[..., None]) -> None:
+    key = "--training.deterministic" if control is train_on_rank else ON
+    assert run(3, key, on_rank=control) != run(1, key)
+
+
+# ---- refused
+
+
+@pytest.mark.parametrize(
+    ("world_size", "keys", "message"),
+    [
+        (2, [TP], "not with tp = 2"),
+        (2, [PP, UNTIED], "not with pp = 2"),
+        (2, [HSDP], "not with 2 unsharded copies"),
+        (1, ["--training.enable_cpu_offload"], "not with training.enable_cpu_offload"),
+        (1, ["--training.mixed_precision_reduce=bfloat16"], "not with training.mixed_precision_reduce"),
+        (5, [], "24 sequences are not a multiple of local_batch_size 2 x 5 ranks"),
+    ],
+)
+def test_what_cannot_keep_the_promise_is_refused(
+    tmp_path: Path, corpus: Path, world_size: int, keys: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        make_job(tmp_path, corpus, *KEYS, ON, *keys, world_size=world_size)
+    assert "\n" not in str(error.value)
+
+
+def test_without_the_key_one_process_is_not_sharded(tmp_path: Path, corpus: Path) -> None:
+    job = make_job(tmp_path, corpus, *KEYS, "--training.steps=1")
+    assert train(job) == 0
+    assert not dist.is_initialized()

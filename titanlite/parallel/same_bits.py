@@ -1,0 +1,159 @@
+"""Sums that do not depend on the number of data-parallel ranks, for training.same_bits_on_any_ranks.
+
+The unit is the micro-batch: it has the same sequences, shape and kernels on every layout, and micro-step k of
+rank r of N is micro-batch k N + r. Gradients and losses of micro-batches are added one after the other, in
+this order, in fp32. All other sums are over cells that no sharding cuts, and add them in a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from titanlite.config.component import ConfigError
+from titanlite.mesh import Mesh, local_shard_and_offsets
+from titanlite.parallelism import Degrees
+
+KEY = "training.same_bits_on_any_ranks"
+
+
+def check_same_bits(degrees: Degrees, expert_degree: int, unsupported: dict[str, bool]) -> None:
+    """Raises ConfigError for a layout, or a setting in use, that cannot keep the promise. `unsupported`:
+    settings by key, and whether they are on."""
+    for name, degree in degrees._asdict().items():
+        if name in ("pp", "cp", "tp") and degree > 1:
+            raise ConfigError(f"not with {name} = {degree}: use data-parallel ranks only (FSDP, HSDP)", KEY)
+    if expert_degree > 1:
+        raise ConfigError(f"not with parallelism.expert_parallel_degree = {expert_degree}", KEY)
+    if degrees.dp_replicate > 1 and degrees.dp_shard == 1:
+        raise ConfigError(
+            f"not with {degrees.dp_replicate} unsharded copies; set "
+            "--parallelism.data_parallel_replicate_degree=1 to shard them",
+            KEY,
+        )
+    if refused := [key for key, is_on in unsupported.items() if is_on]:
+        raise ConfigError(f"not with {refused[0]}", KEY)
+
+
+class OrderedReduceScatter:
+    """FSDP's reduce-scatter, which adds gradients in the order of the micro-batches.
+
+    Each rank receives its shard of the gradients of all ranks, in the compute dtype, and adds them in the
+    order of the ranks to an fp32 sum that lives through the step and is FSDP's gradient itself. Therefore the
+    gradients that the micro-batch before has left must be set to None (`forget_gradients`).
+
+    With several replicas (HSDP), a rank adds one part of its shard, and the other parts are zero: the
+    all-reduce over the replicas that FSDP makes then adds zeros to each part, which is exact."""
+
+    def __init__(self, mesh: Mesh):
+        self._num_replicas, self._num_shards = mesh.degrees.dp_replicate, mesh.degrees.dp_shard
+        self._replica = mesh.coordinate.dp_replicate
+        self._sum: torch.Tensor | None = None
+        self._is_input = True
+
+    def begin_step(self) -> None:
+        """The next micro-batch is the first of a step."""
+        self._sum, self._is_input = None, True
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for the gradients to send, or, at every second call, for the sum."""
+        self._is_input = not self._is_input
+        if not self._is_input:
+            return torch.empty(*size, dtype=dtype, device=device)
+        if self._num_replicas == 1 and self._sum is not None:
+            return self._sum
+        return torch.empty(*size, dtype=torch.float32, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        replicas, shards = self._num_replicas, self._num_shards
+        part = -(-output_tensor.numel() // replicas)
+        sent = input_tensor.view(shards, -1)
+        if replicas > 1:
+            sent = torch.nn.functional.pad(sent, (0, part * replicas - sent.shape[1]))
+            # The rank of replica i and shard j has the number i * shards + j, and adds part i of shard j.
+            sent = sent.view(shards, replicas, part).transpose(0, 1).contiguous()
+            group = dist.group.WORLD  # type: ignore[assignment]
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        is_first = self._sum is None
+        if self._sum is None:
+            self._sum = output_tensor if replicas == 1 else output_tensor.new_empty(part)
+        for i, gradient in enumerate(received.view(replicas * shards, -1)):
+            if is_first and i == 0:
+                self._sum.copy_(gradient)
+            else:
+                self._sum.add_(gradient)
+        if replicas > 1:
+            own = slice(self._replica * part, min((self._replica + 1) * part, output_tensor.numel()))
+            output_tensor.zero_()[own] = self._sum[: max(own.stop - own.start, 0)]
+
+
+def apply_ordered_sums(net: nn.Module, mesh: Mesh) -> list[OrderedReduceScatter]:
+    """Let all FSDP modules of `net` add gradients in the order of the micro-batches."""
+    comms = []
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            comms.append(OrderedReduceScatter(mesh))
+            module.set_custom_reduce_scatter(comms[-1])  # type: ignore[arg-type]
+    return comms
+
+
+def forget_gradients(net: nn.Module) -> None:
+    """Set the gradients to None: FSDP would add the sum that OrderedReduceScatter returns to them."""
+    for parameter in net.parameters():
+        parameter.grad = None
+
+
+def ordered_sum(values: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+    """The sum of one fp32 scalar per micro-batch of the step, on data-parallel rank 0; zero on other ranks,
+    so that a sum over ranks is exact. `values`: of this rank's micro-batches. Collective."""
+    of_step = torch.zeros(len(values), mesh.dp_size, dtype=torch.float64, device=values[0].device)
+    of_step[:, mesh.dp_rank] = torch.stack(list(values)).double()
+    if mesh.dp_size > 1:
+        dist.all_reduce(of_step)  # adds zeros
+    total = _fold(of_step.view(1, -1))[0].float()
+    return total if mesh.dp_rank == 0 else torch.zeros_like(total)
+
+
+def squared_norms(gradients: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+    """The squared norm of each whole gradient, fp64 [len(gradients)], equal bits on any number of ranks. A
+    cell is a row, or for gradients with three dims a row of a row: FSDP shards experts along their second
+    dim. Collective over the shards."""
+    cells, views = list[torch.Tensor](), list[torch.Tensor]()
+    for gradient in gradients:
+        shard, offsets = local_shard_and_offsets(gradient)
+        dims = min(max(gradient.ndim - 1, 1), 2, gradient.ndim)
+        grid = torch.zeros(gradient.shape[:dims], dtype=torch.float64, device=shard.device)
+        own = tuple(slice(o, o + n) for o, n in zip(offsets[:dims], shard.shape[:dims]))
+        if shard.numel():
+            rows = shard.reshape(shard.shape[:dims].numel(), -1).double()
+            grid[own] = _fold(rows * rows).view(shard.shape[:dims])
+        cells.append(grid.view(-1))
+    of_all = torch.cat(cells)
+    if mesh.degrees.dp_shard > 1:
+        assert mesh.device_mesh is not None
+        dist.all_reduce(of_all, group=mesh.device_mesh["dp_shard"].get_group())  # adds zeros
+    views = list(of_all.split([len(own) for own in cells]))
+    return torch.stack([_fold(view.view(1, -1))[0] for view in views])
+
+
+def _fold(rows: torch.Tensor) -> torch.Tensor:
+    """The sum of each row, [rows] from [rows, n], by adding halves: elementwise additions have the same order
+    for any number of rows, which the reductions of torch have not."""
+    while rows.shape[1] > 1:
+        half = (rows.shape[1] + 1) // 2
+        head, tail = rows[:, :half], rows[:, half:]
+        rows = head.clone()
+        rows[:, : tail.shape[1]] += tail
+    return rows[:, 0]
