@@ -199,7 +199,7 @@ import json, sys, time, torch
 from pathlib import Path
 from types import SimpleNamespace
 from titanlite.checkpoint import resume
-from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.checkpointer import Checkpointer, RunRecord
 from titanlite.checkpoint.lock import FolderLock
 from titanlite.ranks import Ranks
 from titanlite.checkpoint.start import decide
@@ -224,7 +224,7 @@ identity = json.loads((folder / "run_identity.json").read_text())
 began = time.perf_counter()
 lock = FolderLock(folder)
 start = decide(job.checkpoint, folder, lock=lock)
-checkpoints = Checkpointer(job.checkpoint, identity, "", start, Ranks(folder), lock)
+checkpoints = Checkpointer(job.checkpoint, RunRecord(identity, ""), start, Ranks(folder), lock)
 opened = time.perf_counter()
 checkpoints.load(state)
 if device.type == "cuda":

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from titanlite.attention.base import AttentionBackend, AttentionNeeds
-from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.checkpointer import Checkpointer, RunRecord
 from titanlite.checkpoint.lock import FolderLock
 from titanlite.checkpoint.resume import Candidate
 from titanlite.checkpoint.run_identity import check_same_on_all_ranks
@@ -280,10 +280,35 @@ def _spelled(skipped: SkippedSequences) -> str:
     return f"sequence{'' if is_one else 's'} {listed(texts)}"
 
 
-def open_checkpoints(parts: Parts, start: Start, ranks: Ranks, lock: FolderLock) -> Checkpointer:
+def open_checkpoints(parts: Parts, rt: Runtime, start: Start, lock: FolderLock) -> Checkpointer:
     """The checkpoints of the run, whose folder is made and locked. Collective."""
     config, distance = parts.job.checkpoint, parts.job.guard.rewind_distance
-    return Checkpointer(config, parts.identity, parts.job_toml, start, ranks, lock, distance)
+    record = RunRecord(parts.identity, parts.job_toml, bits_conditions(parts.job, rt, start.candidate))
+    return Checkpointer(config, record, start, rt.ranks, lock, distance)
+
+
+def bits_conditions(job: Job, rt: Runtime, resumed: Candidate | None) -> dict[str, Any] | None:
+    """The conditions under which runs have the same bits on any number of ranks; None without
+    training.same_bits_on_any_ranks. `ended`: why the run has other bits than one that was never resumed."""
+    if not rt.mesh.same_bits:
+        return None
+    conditions = {
+        "torch": torch.__version__,
+        "device": device_name(rt.device),
+        "dtype": str(rt.param_dtype).removeprefix("torch."),
+        "local_batch_size": job.training.local_batch_size,
+        "compile": job.compile.enable,
+    }
+    if resumed is None:
+        return conditions
+    before = resumed.manifest.get("bits")
+    changes = ["trained without training.same_bits_on_any_ranks"]
+    if before is not None:
+        changes = [f"{key} {before[key]} -> {now}" for key, now in conditions.items() if before[key] != now]
+    ended = [*(before or {}).get("ended", []), *(f"step {resumed.step}: {change}" for change in changes)]
+    if changes:
+        logger.info(f"from step {resumed.step} on, the run has other bits than one on one rank: {changes[0]}")
+    return conditions | {"ended": ended} if ended else conditions
 
 
 def load_state(

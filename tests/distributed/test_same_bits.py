@@ -19,7 +19,9 @@ from tests.support.golden import EXPERTS
 from tests.support.jobs import make_job, metrics_in
 from tests.support.runs import PP, TP, UNTIED, train_on_rank
 from tests.support.tiers import full
+from titanlite.checkpoint import commit
 from titanlite.checkpoint.reader import SafeReader, read_metadata
+from titanlite.checkpoint.state_digest import combine, digests_of_checkpoint
 from titanlite.config.component import ConfigError
 from titanlite.mesh import local_shard
 from titanlite.parallel import clip
@@ -52,7 +54,7 @@ def run(tmp_path: Path, corpus: Path, run_on: Callable[..., Any]) -> Run:
 
 
 def state_of(checkpoint: Path) -> dict[str, str]:
-    """SHA-256 of every tensor of a checkpoint, whole."""
+    """SHA-256 of every tensor of a checkpoint, whole, and the digests that were made while it was saved."""
     metadata = read_metadata(checkpoint)
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -61,7 +63,8 @@ def state_of(checkpoint: Path) -> dict[str, str]:
     }
     dcp_load(tensors, storage_reader=SafeReader(checkpoint, metadata), no_dist=True)
     data = {name: tensor.view(-1).view(torch.uint8).numpy() for name, tensor in tensors.items()}
-    return {name: hashlib.sha256(bytes_).hexdigest() for name, bytes_ in data.items()}
+    digests = commit.read_manifest(checkpoint).get("digest", {})
+    return {name: hashlib.sha256(bytes_).hexdigest() for name, bytes_ in data.items()} | digests
 
 
 @pytest.mark.parametrize(
@@ -102,6 +105,18 @@ def test_losses_and_norms_have_equal_bits_too(tmp_path: Path, run: Run) -> None:
     keys = ("train/loss", "train/grad_norm", "data/batch_sha")
     of_1, of_2 = ([[row[k] for k in keys] for row in metrics_in(tmp_path / f"of-{n}")] for n in (1, 2))
     assert of_1 == of_2
+
+
+def test_the_manifest_has_the_digests_and_the_conditions(tmp_path: Path, run: Run) -> None:
+    run(2, ON, name="a")
+    path = tmp_path / "a/checkpoint/step-4"
+    manifest = commit.read_manifest(path)
+    assert manifest["digest"] == combine(digests_of_checkpoint(path))
+    assert manifest["bits"]["local_batch_size"] == 2
+    assert "ended" not in manifest["bits"]
+    run(2, ON, "--training.local_batch_size=4", name="a", steps=6)
+    ended = commit.read_manifest(tmp_path / "a/checkpoint/step-6")["bits"]["ended"]
+    assert ended == ["step 4: local_batch_size 2 -> 4"]
 
 
 # ---- controls
@@ -172,7 +187,7 @@ def test_control_other_sums_have_other_bits(run: Run, control: Callable[..., Non
         (2, [HSDP], "not with 2 unsharded copies"),
         (1, ["--training.enable_cpu_offload"], "not with training.enable_cpu_offload"),
         (1, ["--training.mixed_precision_reduce=bfloat16"], "not with training.mixed_precision_reduce"),
-        (5, [], "24 sequences are not a multiple of local_batch_size 2 x 5 ranks"),
+        (5, [], "5 ranks cannot share the 12 micro-batches of a step; .* allows 1, 2, 3, 4, 6, 12 data-"),
     ],
 )
 def test_what_cannot_keep_the_promise_is_refused(

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.checkpointer import Checkpointer, RunRecord
 from titanlite.checkpoint.lock import FolderLock
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.start import Start, check_run_identity, decide
@@ -120,7 +120,7 @@ def start_run(
 
     try:
         start = ranks.from_rank_zero(decided)
-        return Checkpointer(config, identity, "[job]\n", start, ranks, lock, distance)
+        return Checkpointer(config, RunRecord(identity, "[job]\n"), start, ranks, lock, distance)
     except BaseException:
         lock.close()
         raise

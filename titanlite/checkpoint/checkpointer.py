@@ -9,7 +9,7 @@ import functools
 import json
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from titanlite.checkpoint import commit, last_commit, resume
 from titanlite.checkpoint.commit import CheckpointError
@@ -44,28 +44,36 @@ def steps_for_rewind(healthy: Sequence[int], last_step: int) -> set[int]:
     return {*old[-1:], *healthy[len(old) : len(old) + 1]}
 
 
+class RunRecord(NamedTuple):
+    """The facts of a run that each of its checkpoints has. `identity`: the run identity, nested plain values
+    that a resumed run must share. `job_toml`: the content of job.toml. `bits`: the conditions under which the
+    run has the same bits on any number of ranks; None: it has not."""
+
+    identity: dict[str, Any]
+    job_toml: str
+    bits: dict[str, Any] | None = None
+
+
 class Checkpointer:
     """Checkpoints of one run, which starts as `start` says. The constructor locks the run folder for writing;
     it raises ConfigError if the folder cannot be used. The constructor and all methods that save or load are
     collective.
 
-    `identity`: the run identity, nested plain values that a resumed run must share. `job_toml`: stored in
-    every checkpoint. `lock`: of the run folder; used on rank 0. `rewind_distance`: one healthy checkpoint
-    that is at least so many steps older than the newest checkpoint is kept, because the run may go back to it
-    after a spike; None for a run that never does."""
+    `lock`: of the run folder; used on rank 0. `rewind_distance`: one healthy checkpoint that is at least so
+    many steps older than the newest checkpoint is kept, because the run may go back to it after a spike; None
+    for a run that never does."""
 
     def __init__(
         self,
         config: Checkpoint,
-        identity: dict[str, Any],
-        job_toml: str,
+        record: RunRecord,
         start: Start,
         ranks: Ranks,
         lock: FolderLock,
         rewind_distance: int | None = None,
     ):
         self.config, self.folder = config, lock.folder / config.folder
-        self.identity, self.job_toml, self._rewind_distance = identity, job_toml, rewind_distance
+        self._record, self._rewind_distance = record, rewind_distance
         self._run_folder, self._start, self.ranks, self._lock = lock.folder, start, ranks, lock
         self.candidate = start.candidate if isinstance(start, Resume) else None
         """The checkpoint that the run resumed from; None for a new run. A rewind sets it."""
@@ -74,7 +82,9 @@ class Checkpointer:
         self._health: dict[int, bool] = {}  # whether the checkpoint of a step is healthy, as far as known
         # on rank 0: damaged checkpoints that are not renamed yet
         self._faults = list(start.faults) if isinstance(start, Resume) else list[Fault]()
-        self.saver = Saver(config, ranks, lock.renew, self._after_commit)
+        self.saver = Saver(
+            config, ranks, lock.renew, self._after_commit, hashes_state=record.bits is not None
+        )
         try:
             self._open()
         except BaseException:
@@ -188,13 +198,16 @@ class Checkpointer:
         self._saved_step = state.step
         tensors = state.tensors()
         branch = self.config.load_step if self.config.load_step != -1 else None
-        train = state.as_json() | {"finite": True, "branch": branch, "identity": self.identity}
+        train = state.as_json() | {"finite": True, "branch": branch, "identity": self._record.identity}
         self._health[state.step] = train["healthy"]
         snapshot = Snapshot(
             state.step,
             tensors,
-            {TRAIN: json.dumps(train, indent=1) + "\n", "job.toml": self.job_toml},
-            {"resumed_from": self.candidate.step if self.candidate else None},
+            {TRAIN: json.dumps(train, indent=1) + "\n", "job.toml": self._record.job_toml},
+            {
+                "resumed_from": self.candidate.step if self.candidate else None,
+                **({"bits": self._record.bits} if self._record.bits is not None else {}),
+            },
         )
         not_finite = non_finite(tensors)
         self.saver.save(snapshot, lambda: self._refusal(snapshot.step, not_finite))
@@ -321,7 +334,7 @@ class Checkpointer:
             return reason
         if error is not None:
             if isinstance(error, MisfitError):
-                check_optimizer(candidate.path, candidate.job_toml, self.job_toml, error.differences)
+                check_optimizer(candidate.path, candidate.job_toml, self._record.job_toml, error.differences)
             raise error
         if AVERAGE in tensors and AVERAGE not in sections:
             start_average(tensors)
@@ -339,7 +352,7 @@ class Checkpointer:
         self._faults.append((damaged.path, reason))
         start = decide(self.config, self._run_folder, self._faults)
         assert isinstance(start, Resume), "decide() raises if no checkpoint is left"
-        check_run_identity(start, self.identity, self.config.allow_changed, self._run_folder)
+        check_run_identity(start, self._record.identity, self.config.allow_changed, self._run_folder)
         self._faults = list(start.faults)
         return start.candidate
 

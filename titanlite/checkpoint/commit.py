@@ -44,8 +44,8 @@ class FileEntry(TypedDict, total=False):
 
 
 class Manifest(TypedDict, total=False):
-    """The content of manifest.json. A reader ignores fields that it does not know. `tag`, `digest` and `bits`
-    are reserved: no version writes them yet."""
+    """The content of manifest.json. A reader ignores fields that it does not know. `tag` is
+    reserved: no version writes it yet."""
 
     format: int
     step: int
@@ -58,8 +58,8 @@ class Manifest(TypedDict, total=False):
     ranks: int
     """The number of ranks that wrote the shards."""
     resumed_from: int | None
-    digest: str
-    """SHA-256 of all weights, which does not depend on the layout."""
+    digest: dict[str, str]
+    """With training.same_bits_on_any_ranks: `weights` and `state`, which do not depend on the layout."""
     bits: dict[str, Any]
     """The conditions under which another run computes the same bits."""
     sha256: str

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import FileDigest
 from titanlite.checkpoint.state import Tensors
+from titanlite.checkpoint.state_digest import HashedShard
 from titanlite.checkpoint.writer import ShardWriter
 from titanlite.ranks import Ranks
 
@@ -41,11 +42,13 @@ class LocalShards(NamedTuple):
 
 
 class WriteReport(NamedTuple):
-    """The shards that one rank has written, and the digests of its files by name. `problem`: its error."""
+    """The shards that one rank has written, and the digests of its files by name. `problem`: its error.
+    `hashed`: ShardWriter.hashed."""
 
     results: list[WriteResult]
     files: dict[str, FileDigest]
     problem: str | None
+    hashed: list[HashedShard | None]
 
 
 class SavePlans:
@@ -67,7 +70,7 @@ class SavePlans:
             results = writer.write_data(planner.finish_plan(plan), planner).value()
         except Exception as e:  # rank 0 must hear of every error before it commits
             problem = self._described(e)
-        return self._ranks.gather(WriteReport(results, writer.files, problem))
+        return self._ranks.gather(WriteReport(results, writer.files, problem, writer.hashed))
 
     def finish(self, writer: ShardWriter, written: list[WriteReport]) -> dict[str, FileDigest]:
         """Write `.metadata`, and return the digests of the files of all ranks. Called on rank 0. Raises

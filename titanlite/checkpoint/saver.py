@@ -23,6 +23,7 @@ from titanlite.checkpoint.save_plan import SavePlans, WriteReport
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.staging import HostBuffers, same_device
 from titanlite.checkpoint.state import Tensors, total_bytes
+from titanlite.checkpoint.state_digest import combine, tensor_digests
 from titanlite.checkpoint.writer import ShardWriter
 from titanlite.log import logger
 from titanlite.ranks import Ranks
@@ -55,7 +56,10 @@ class Saver:
         ranks: Ranks,
         before_save: Callable[[], None],
         on_commit: Callable[[int], None],
+        hashes_state: bool = False,
     ):
+        """`hashes_state`: write digests of weights and state into the manifest."""
+        self._hashes_state = hashes_state
         self._config, self.ranks = config, ranks
         self._before_save, self._on_commit = before_save, on_commit
         self._folder = ranks.folder
@@ -185,7 +189,7 @@ class Saver:
             raise CheckpointError(f"step {step} could not be saved: {problem}")
         size = total_bytes(snapshot.tensors, self.ranks)
         partial = self.ranks.from_rank_zero(lambda: self._begin(step, size))
-        writer = ShardWriter(partial)
+        writer = ShardWriter(partial, hashes_state=self._hashes_state)
         try:
             written = self._plans.write(snapshot.tensors, writer)
             self.ranks.from_rank_zero(lambda: self._commit(snapshot, writer, written, began))
@@ -212,6 +216,10 @@ class Saver:
     ) -> None:
         assert written is not None
         about = {**snapshot.about, **about_save(self.ranks.size)}
+        hashed = [shard for by_rank in written for shard in by_rank.hashed]
+        whole = [shard for shard in hashed if shard is not None]
+        if whole and len(whole) == len(hashed):
+            about["digest"] = combine(tensor_digests(whole))
         with _disk_errors():  # _save() names the step
             files = self._plans.finish(writer, written)
             size = sum(digest.size for digest in files.values())

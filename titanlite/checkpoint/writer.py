@@ -22,6 +22,7 @@ from torch.futures import Future
 from titanlite.checkpoint.commit import SHARD_SUFFIX, CheckpointError
 from titanlite.checkpoint.digest import FileDigest
 from titanlite.checkpoint.file_system import HashingFileSystem
+from titanlite.checkpoint.state_digest import HashedShard, hash_shard
 from titanlite.storage import storage_of
 from titanlite.torch_compat import file_prefix, storage_info
 
@@ -32,15 +33,18 @@ THREADS = 4  # per rank; the remaining cores feed the devices
 
 class ShardWriter(FileSystemWriter):
     """Writes this rank's shards into the directory `path`. `num_threads`: the number of files that are
-    written at the same time."""
+    written at the same time. `hashes_state`: also hash the shards for a digest of the state."""
 
     fs: HashingFileSystem  # type: ignore[assignment]
     path: PurePath
 
-    def __init__(self, path: PurePath, num_threads: int = THREADS):
+    def __init__(self, path: PurePath, num_threads: int = THREADS, hashes_state: bool = False):
         super().__init__(path, overwrite=False, sync_files=False)  # HashingFileSystem syncs them
         self._num_threads = num_threads
         self.fs, self.path = HashingFileSystem(), path
+        self._hashes_state = hashes_state
+        self.hashed: list[HashedShard | None] = []
+        """The hashes of the shards that this rank has written, if `hashes_state`."""
 
     @property
     def files(self) -> dict[str, FileDigest]:
@@ -89,11 +93,20 @@ class ShardWriter(FileSystemWriter):
                 offset = stream.size
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, torch.Tensor)
+                tensor = tensor.detach().cpu()
                 write_tensor(tensor, stream)
+                if self._hashes_state:
+                    self.hashed.append(_hash(item, tensor))
                 del tensor  # before the planner makes the next one
                 length = stream.size - offset
                 results.append(WriteResult(item.index, length, storage_info(name, offset, length)))
         return results
+
+
+def _hash(item: WriteItem, tensor: torch.Tensor) -> HashedShard | None:
+    data = item.tensor_data
+    assert data is not None
+    return hash_shard(item.index.fqn, tensor, data.size, data.chunk.offsets)
 
 
 def write_tensor(tensor: torch.Tensor, stream: Any) -> None:

@@ -118,6 +118,14 @@ class BatchLayout:
         unit = training.local_batch_size * dp_size
         size = unit if training.global_batch_size == -1 else training.global_batch_size
         layout = cls(size, training.local_batch_size, dp_size)
+        num, rest = divmod(size, training.local_batch_size)
+        if training.same_bits_on_any_ranks and not rest and num % dp_size:
+            numbers = ", ".join(str(n) for n in range(1, num + 1) if num % n == 0)
+            raise ConfigError(
+                f"{dp_size} ranks cannot share the {num} micro-batches of a step; "
+                f"training.same_bits_on_any_ranks allows {numbers} data-parallel ranks",
+                "training.global_batch_size",
+            )
         layout.num_micro_batches(size, "training.global_batch_size")
         return layout
 

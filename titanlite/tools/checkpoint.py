@@ -2,6 +2,8 @@
 titanlite checkpoint verify DIR [DIR ...]     hash every file and search for values that are not finite; exit
                                               code 3 if a checkpoint is bad
 titanlite checkpoint show DIR [--tensors]     print the newest checkpoint's state, identity, files and tensors
+titanlite checkpoint digest DIR [--tensors]   print the digests of the newest checkpoint's weights and state:
+                                              equal for equal bits, on any layout
 titanlite checkpoint average DIR -o NEW --last=N [--weights=uniform|linear|sqrt]
                                               average the weights of the newest N checkpoints of a run
 
@@ -23,7 +25,7 @@ of the newest checkpoint.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from titanlite.checkpoint.find import checkpoints_below, find_checkpoint
 from titanlite.checkpoint.reader import read_metadata
 from titanlite.checkpoint.run_identity import flatten
 from titanlite.checkpoint.state import AVERAGED_FROM, TRAIN
+from titanlite.checkpoint.state_digest import combine, digests_of_checkpoint
 from titanlite.config.component import ConfigError, suggest
 from titanlite.interop.dcp import non_finite_in
 
@@ -42,7 +45,7 @@ _print = partial(print, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the action `list`, `verify`, `show` or `average`."""
+    """Run the action `list`, `verify`, `show`, `digest` or `average`."""
     action, *rest = argv
     if action == "average":
         from titanlite.tools import average  # which needs every component; the other actions need none
@@ -50,14 +53,19 @@ def main(argv: Sequence[str]) -> int:
         return average.main(rest)
     options = [word for word in rest if word.startswith("--")]
     paths = [Path(word) for word in rest if not word.startswith("--")]
-    actions = {"list": _list, "verify": _verify, "show": _show}
+    actions: dict[str, Callable[..., int]] = {
+        "list": _list,
+        "verify": _verify,
+        "show": _show,
+        "digest": _digest,
+    }
     if action not in actions:
         raise ConfigError(f"unknown action {action!r}{suggest(action, [*actions, 'average'])}")
-    if unknown := [o for o in options if (action, o) != ("show", "--tensors")]:
+    if unknown := [o for o in options if action not in ("show", "digest") or o != "--tensors"]:
         raise ConfigError(f"unknown option {unknown[0]!r} of `titanlite checkpoint {action}`")
     if not paths or (action != "verify" and len(paths) > 1):
         raise ConfigError(f"`titanlite checkpoint {action}` takes one directory; see --help")
-    return _show(paths, bool(options)) if action == "show" else actions[action](paths)
+    return actions[action](paths, *([True] if options else []))
 
 
 def _list(paths: list[Path]) -> int:
@@ -108,6 +116,18 @@ def _verify(paths: list[Path]) -> int:
             _print(f"{path}: good, {len(manifest['files'])} files, {gib(commit.total_size(manifest))}")
         bad += reason is not None
     return EXIT_BAD if bad else 0
+
+
+def _digest(paths: list[Path], list_tensors: bool = False) -> int:
+    path = find_checkpoint(paths[0])
+    digests, recorded = digests_of_checkpoint(path), commit.read_manifest(path).get("digest", {})
+    for name, digest in digests.items() if list_tensors else ():
+        _print(f"{digest}  {name}")
+    for name, digest in combine(digests).items():
+        if recorded.get(name, digest) != digest:
+            raise commit.CheckpointError(f"{path}: its manifest has another digest of its {name}")
+        _print(f"{digest}  {name}")
+    return 0
 
 
 def _show(paths: list[Path], list_tensors: bool = False) -> int:

@@ -171,7 +171,7 @@ def test_non_finite_steps_and_outliers_are_counted_apart() -> None:
 
 def test_ranks_with_other_norms_decide_alike() -> None:
     """Replicas have copies of one gradient; the norm of one is damaged. The decision is by their mean."""
-    guards = [StepGuard(CONFIG, CPU, world_size=2) for _ in range(2)]
+    guards = [StepGuard(CONFIG, CPU, norm_divisor=2.0) for _ in range(2)]
     for step in range(1, 102):
         norms = [torch.tensor(1.0), torch.tensor(9.0 if step == 101 else 1.0)]
         loss = torch.tensor(3.0)
