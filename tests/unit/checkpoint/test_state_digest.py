@@ -1,4 +1,4 @@
-"""Pins the digests of a state: equal for any shards, other for any change of a bit, a name, a dtype or a shape."""
+"""Pins the digests of a state: equal for any shards, others for any change of a bit, name, dtype or shape."""
 
 from __future__ import annotations
 
