@@ -206,6 +206,7 @@ def test_no_verb_is_a_mistake_that_shows_the_help(run):
         "report",
         "compare",
         "tune",
+        "verify-resume",
     ],
 )
 def test_every_verb_has_help(verb, capsys):

@@ -49,6 +49,34 @@ def add_tune(options: Options) -> None:
     add("--output", type=Path, help="folder of the runs; JSON file of a measurement or check")
 
 
+def add_verify_resume(options: Options) -> None:
+    add = options.add
+    options.usage = "titanlite verify-resume CONFIG --ranks=1,2,4 [options] [--section.key=value ...]"
+    add("config", help="a job's TOML file; its keys may be overridden")
+    add(
+        "--ranks", type=parse_ranks, required=True, metavar="LIST",
+        help="numbers of ranks: of the run that is not stopped, then of the parts of the other run",
+    )  # fmt: skip
+    add("--steps", type=int, metavar="N", default=6, help="steps to train (6)")
+    add("--device", choices=("auto", "cpu"), default="auto", help="cpu: train on the CPU (auto)")
+
+
+def verify_resume_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of `titanlite verify-resume`, and the overrides. Raises ConfigError."""
+    options, overrides = parser("verify-resume").read_known(argv)
+    if options.steps < len(options.ranks):
+        raise ConfigError(f"command line, --steps: {options.steps} steps are too few for so many --ranks")
+    return options, overrides
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Return `1,2,4` as numbers. Raises ArgumentTypeError."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch(r"[1-9]\d{0,5}", word) for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,2,4")
+    return [int(word) for word in words]
+
+
 def add_plan(options: Options) -> None:
     add = options.add
     options.usage = """titanlite plan CONFIG [options] [--section.key=value ...]
@@ -194,6 +222,11 @@ def _tune_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     return options.config, [*rest, *(f"--{axis.key}={axis.values[0]}" for axis in axes)]
 
 
+def _verify_resume_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    options, overrides = verify_resume_arguments(argv)
+    return options.config, overrides
+
+
 def _plan_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None:
     options, overrides = plan_arguments(argv)
     return None if options.config is None else (options.config, overrides)
@@ -213,5 +246,12 @@ VERBS = {
         options=add_plan,
         table="job",
         config_of=_plan_config,
+    ),
+    "verify-resume": Verb(
+        "titanlite.lab.verify_resume",
+        "compare a run with one that is resumed on other numbers of ranks",
+        options=add_verify_resume,
+        table="job",
+        config_of=_verify_resume_config,
     ),
 }

@@ -39,6 +39,7 @@ from titanlite.checkpoint.state import AVERAGED_FROM, TRAIN
 from titanlite.checkpoint.state_digest import combine, digests_of_checkpoint
 from titanlite.config.component import ConfigError, suggest
 from titanlite.interop.dcp import non_finite_in
+from titanlite.log import set_up_logging
 
 EXIT_BAD = commit.CheckpointError.exit_code
 _print = partial(print, flush=True)
@@ -119,6 +120,7 @@ def _verify(paths: list[Path]) -> int:
 
 
 def _digest(paths: list[Path], list_tensors: bool = False) -> int:
+    set_up_logging(rank=0, verbose=False)  # which leaves out torch's warning on reading without ranks
     path = find_checkpoint(paths[0])
     digests, recorded = digests_of_checkpoint(path), commit.read_manifest(path).get("digest", {})
     for name, digest in digests.items() if list_tensors else ():

@@ -1,0 +1,174 @@
+"""`titanlite verify-resume CONFIG --ranks=1,2,4 [--steps=N]`: compare a run that is stopped and resumed on
+other numbers of ranks with a run that is not, by the digests of their weights after each step.
+
+Both train the job's model on its data, in a temporary folder and without trackers."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.reader import SafeReader, read_metadata
+from titanlite.checkpoint.state_digest import combine, digests_of_checkpoint
+from titanlite.config.component import ConfigError
+from titanlite.job import load_job
+from titanlite.lab.cards import GIB
+from titanlite.lab.trial_runs import LOOK_S, RunFailed, end_runs, start_run, stoppable
+from titanlite.lab.verbs import verify_resume_arguments
+from titanlite.log import set_up_logging, tell
+from titanlite.report.recorded_run import read_run
+from titanlite.runtime.signals import Stopped, StopRequests
+from titanlite.table import table
+
+END_S = 120.0  # for a run to save after SIGTERM, before it is killed
+STATE_BYTES = 12  # of AdamW per parameter: weight and two moments
+OWN = [
+    "--checkpoint.enable=true",
+    "--checkpoint.interval=1",
+    "--checkpoint.keep_latest_k=0",
+    "--guard.on_spike=log",
+    "--validation.enable=false",
+    "--generation.prompts=[]",
+    "--profiling.enable_profiling=false",
+    "--metrics.sinks=[]",
+    "--metrics.log_freq=1",
+]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train both runs, and print a line per step. Returns 1 if the job has
+    training.same_bits_on_any_ranks, and the weights differ; else 0. Raises ConfigError, Stopped and
+    RunFailed."""
+    options, overrides = verify_resume_arguments(argv)
+    set_up_logging(rank=0, verbose=False)
+    jobs = [load_job(options.config, overrides, n, allow_imports=True) for n in options.ranks]
+    job = jobs[0]
+    uses_gpus = options.device != "cpu" and torch.cuda.is_available()
+    if uses_gpus and max(options.ranks) > (gpus := torch.cuda.device_count()):
+        raise ConfigError(f"command line, --ranks: {max(options.ranks)}, but there are {gpus} GPUs")
+    size = sum(p.numel() for p in job.build_on_meta().parameters()) * STATE_BYTES
+    tell(
+        f"two runs of {options.steps} steps, with a checkpoint after each step: about "
+        f"{2 * options.steps * size / GIB:.1f} GiB of disk in {tempfile.gettempdir()}"
+    )
+    with tempfile.TemporaryDirectory(prefix="titanlite-verify-") as name, stoppable() as requests:
+        folder, first = Path(name), options.ranks[0]
+        runs = _Runs(folder, [options.config, *overrides], "" if uses_gpus else "-1", requests)
+        began = time.monotonic()
+        runs.train("whole", first, options.steps)
+        tell(f"{options.steps} steps on {_ranks(first)} took {time.monotonic() - began:.0f} s")
+        for num_ranks, last_step in hops(options.ranks[1:] or options.ranks, options.steps):
+            runs.train("resumed", num_ranks, last_step)
+            tell(f"trained up to step {last_step} on {_ranks(num_ranks)}")
+        are_equal = _compare(folder, options.steps)
+    return 0 if are_equal or not job.training.same_bits_on_any_ranks else 1
+
+
+def hops(ranks: Sequence[int], steps: int) -> list[tuple[int, int]]:
+    """The parts of the run that is resumed: the number of ranks, and the last step."""
+    ends = [steps * (i + 1) // len(ranks) for i in range(len(ranks))]
+    return [(n, end) for n, end, before in zip(ranks, ends, [0, *ends]) if end > before]
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
+class _Runs:
+    """Runs in `folder`. `gpus`: the ids of their GPUs, as CUDA_VISIBLE_DEVICES has them; empty: all."""
+
+    def __init__(self, folder: Path, arguments: Sequence[str], gpus: str, requests: StopRequests):
+        self._folder, self._arguments, self._gpus, self._requests = folder, arguments, gpus, requests
+
+    def train(self, name: str, num_ranks: int, last_step: int) -> None:
+        """Train a run until a step is saved, and stop it as a scheduler does. Raises Stopped, and RunFailed
+        with the last line of its log."""
+        run, log = self._folder / name, self._folder / "log"
+        own = [f"--job.dump_folder={run}", *OWN]
+        process = start_run([*self._arguments, *own], num_ranks, self._gpus, log)
+        try:
+            while process.poll() is None and not self._requests.stop and _last_step(run) < last_step:
+                time.sleep(LOOK_S)
+        finally:
+            end_runs([process], END_S)
+        if self._requests.stop:
+            raise Stopped("stopped; the runs have ended, and nothing is left of them")
+        if process.returncode not in (0, Stopped.exit_code) or _last_step(run) < last_step:
+            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            said = f": {lines[-1].removeprefix('titanlite: ')}" if lines else ""
+            raise RunFailed(f"the run on {_ranks(num_ranks)} ended with exit code {process.returncode}{said}")
+
+
+def _last_step(run: Path) -> int:
+    return max((step for step, _ in commit.list_committed(run / "checkpoint")), default=0)
+
+
+class _Step(NamedTuple):
+    """The checkpoints of one step in both runs."""
+
+    whole: Path
+    resumed: Path
+
+    @property
+    def row(self) -> list[str]:
+        """Ranks and digests."""
+        manifests = [commit.read_manifest(path) for path in self]
+        texts = [combine(digests_of_checkpoint(path))["weights"][:16] for path in self]
+        cells = [f"{text} ({_ranks(m['ranks'])})" for text, m in zip(texts, manifests)]
+        return [*cells, "equal" if texts[0] == texts[1] else "differ"]
+
+
+def _compare(folder: Path, steps: int) -> bool:
+    """Print a table of the steps. Returns whether all weights are equal."""
+    rows, unequal = [["step", "weights of the whole run", "of the resumed run", ""]], list[int]()
+    paths = {
+        step: _Step(*(folder / name / f"checkpoint/step-{step}" for name in ("whole", "resumed")))
+        for step in range(1, steps + 1)
+    }
+    for step, pair in paths.items():
+        rows.append([str(step), *pair.row])
+        if rows[-1][-1] == "differ":
+            unequal.append(step)
+    print(table(rows))
+    losses = [
+        {record["step"]: record["train/loss"] for record in read_run(folder / name, name).records}
+        for name in ("whole", "resumed")
+    ]
+    loss = max(abs(losses[1][step] - losses[0][step]) / abs(losses[0][step]) for step in paths)
+    if not unequal:
+        print(f"equal bits of weights in {steps} steps; largest relative difference of losses: {loss:.1e}")
+        return True
+    name, weights = _largest_difference(paths[unequal[-1]])
+    differing = _differing(paths[unequal[0]])
+    print(
+        f"the weights differ from step {unequal[0]} on, first in {differing[0]}; largest relative difference "
+        f"of losses: {loss:.1e}, of a weight matrix after step {unequal[-1]}: {weights:.1e} ({name})"
+    )
+    return False
+
+
+def _differing(step: _Step) -> list[str]:
+    """The tensors of the weights that differ."""
+    whole, resumed = (digests_of_checkpoint(path) for path in step)
+    return [name for name in whole if name.startswith("model.") and whole[name] != resumed[name]]
+
+
+def _largest_difference(step: _Step) -> tuple[str, float]:
+    """The tensor with the largest difference, relative to its norm, and this difference."""
+    by_name = {}
+    for name in _differing(step):
+        pair = []
+        for path in step:
+            metadata = read_metadata(path)
+            tensor = {name: torch.empty(metadata.state_dict_metadata[name].size)}  # type: ignore[union-attr]
+            dcp_load(tensor, storage_reader=SafeReader(path, metadata), no_dist=True)
+            pair.append(tensor[name].double())
+        by_name[name] = ((pair[1] - pair[0]).norm() / pair[0].norm()).item()
+    return max(by_name.items(), key=lambda item: item[1])
