@@ -1,4 +1,4 @@
-"""Pins `titanlite verify-resume`: equal bits with the key, the size of the difference without it, bad input."""
+"""Pins `titanlite verify-resume`: equal bits with the key, how far off without it, and bad input."""
 
 from __future__ import annotations
 
