@@ -12,15 +12,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from tests.support.golden import EXPERTS
 from tests.support.jobs import make_job, metrics_in
 from tests.support.runs import PP, TP, UNTIED, train_on_rank
 from tests.support.tiers import full
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.reader import SafeReader, read_metadata
+from titanlite.checkpoint.reader import read_metadata, read_tensor
 from titanlite.checkpoint.state_digest import combine, digests_of_checkpoint
 from titanlite.config.component import ConfigError
 from titanlite.mesh import local_shard
@@ -56,12 +54,7 @@ def run(tmp_path: Path, corpus: Path, run_on: Callable[..., Any]) -> Run:
 def state_of(checkpoint: Path) -> dict[str, str]:
     """SHA-256 of every tensor of a checkpoint, whole, and the digests that were made while it was saved."""
     metadata = read_metadata(checkpoint)
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    dcp_load(tensors, storage_reader=SafeReader(checkpoint, metadata), no_dist=True)
+    tensors = {name: read_tensor(checkpoint, name, metadata) for name in metadata.state_dict_metadata}
     data = {name: tensor.view(-1).view(torch.uint8).numpy() for name, tensor in tensors.items()}
     digests = commit.read_manifest(checkpoint).get("digest", {})
     return {name: hashlib.sha256(bytes_).hexdigest() for name, bytes_ in data.items()} | digests

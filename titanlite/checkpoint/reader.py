@@ -151,6 +151,15 @@ def load_tensors(
     return sections
 
 
+def read_tensor(path: PurePath, name: str, metadata: Metadata) -> torch.Tensor:
+    """A whole tensor of the checkpoint at `path`, by DCP's name. `metadata`: from read_metadata()."""
+    entry = metadata.state_dict_metadata[name]
+    assert isinstance(entry, TensorStorageMetadata)
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
+    dcp_load(tensors, storage_reader=SafeReader(path, metadata), no_dist=True)
+    return tensors[name]
+
+
 class SharedRead(NamedTuple):
     """A local shard that every replica has and one of them reads. `reader`: its rank in `group`."""
 

@@ -16,9 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from titanlite.checkpoint.reader import SafeReader, read_metadata
+from titanlite.checkpoint.reader import read_metadata, read_tensor
 
 HASH_BYTES = 32
 
@@ -88,9 +87,7 @@ def digests_of_checkpoint(path: PurePath) -> dict[str, str]:
     def shards() -> Iterator[HashedShard]:
         for name, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
-                tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
-                dcp_load(tensors, storage_reader=SafeReader(path, metadata), no_dist=True)
-                shard = hash_shard(name, tensors[name])
+                shard = hash_shard(name, read_tensor(path, name, metadata))
                 assert shard is not None, "a whole tensor cuts no cell"
                 yield shard
 

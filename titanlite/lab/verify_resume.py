@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.reader import SafeReader, read_metadata
+from titanlite.checkpoint.reader import read_metadata, read_tensor
 from titanlite.checkpoint.state_digest import combine, digests_of_checkpoint
 from titanlite.config.component import ConfigError
 from titanlite.job import load_job
@@ -164,11 +163,6 @@ def _largest_difference(step: _Step) -> tuple[str, float]:
     """The tensor with the largest difference, relative to its norm, and this difference."""
     by_name = {}
     for name in _differing(step):
-        pair = []
-        for path in step:
-            metadata = read_metadata(path)
-            tensor = {name: torch.empty(metadata.state_dict_metadata[name].size)}  # type: ignore[union-attr]
-            dcp_load(tensor, storage_reader=SafeReader(path, metadata), no_dist=True)
-            pair.append(tensor[name].double())
-        by_name[name] = ((pair[1] - pair[0]).norm() / pair[0].norm()).item()
+        whole, resumed = (read_tensor(path, name, read_metadata(path)).double() for path in step)
+        by_name[name] = ((resumed - whole).norm() / whole.norm()).item()
     return max(by_name.items(), key=lambda item: item[1])
