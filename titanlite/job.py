@@ -212,6 +212,7 @@ class Job:
             param_dtype=param_dtype,
             reduce_dtype=getattr(torch, self.training.mixed_precision_reduce),
             cpu_offload=self.training.enable_cpu_offload,
+            same_bits=self.training.same_bits_on_any_ranks,
         )
 
     def step_memory(self, net: Decoder, num_ranks: int, param_dtype: torch.dtype) -> StepMemory:

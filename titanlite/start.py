@@ -280,14 +280,16 @@ def _spelled(skipped: SkippedSequences) -> str:
     return f"sequence{'' if is_one else 's'} {listed(texts)}"
 
 
-def open_checkpoints(parts: Parts, rt: Runtime, start: Start, lock: FolderLock) -> Checkpointer:
-    """The checkpoints of the run, whose folder is made and locked. Collective."""
+def open_checkpoints(parts: Parts, rt: Runtime, start: Start, lock: FolderLock, kernel: str) -> Checkpointer:
+    """The checkpoints of the run, whose folder is made and locked. `kernel`: of the attention. Collective."""
     config, distance = parts.job.checkpoint, parts.job.guard.rewind_distance
-    record = RunRecord(parts.identity, parts.job_toml, bits_conditions(parts.job, rt, start.candidate))
+    record = RunRecord(
+        parts.identity, parts.job_toml, bits_conditions(parts.job, rt, start.candidate, kernel)
+    )
     return Checkpointer(config, record, start, rt.ranks, lock, distance)
 
 
-def bits_conditions(job: Job, rt: Runtime, resumed: Candidate | None) -> dict[str, Any] | None:
+def bits_conditions(job: Job, rt: Runtime, resumed: Candidate | None, kernel: str) -> dict[str, Any] | None:
     """The conditions under which runs have the same bits on any number of ranks; None without
     training.same_bits_on_any_ranks. `ended`: why the run has other bits than one that was never resumed."""
     if not rt.mesh.same_bits:
@@ -298,13 +300,20 @@ def bits_conditions(job: Job, rt: Runtime, resumed: Candidate | None) -> dict[st
         "dtype": str(rt.param_dtype).removeprefix("torch."),
         "local_batch_size": job.training.local_batch_size,
         "compile": job.compile.enable,
+        "loss_backend": job.compile.loss_backend,
+        "attention": kernel,
+        "activation_checkpoint": job.activation_checkpoint.mode,
+        "cuda": torch.version.cuda or "",
+        "cpu": torch.backends.cpu.get_cpu_capability(),
     }
     if resumed is None:
         return conditions
     before = resumed.manifest.get("bits")
     changes = ["trained without training.same_bits_on_any_ranks"]
     if before is not None:
-        changes = [f"{key} {before[key]} -> {now}" for key, now in conditions.items() if before[key] != now]
+        changes = [
+            f"{key} {before.get(key)} -> {now}" for key, now in conditions.items() if before.get(key) != now
+        ]
     ended = [*(before or {}).get("ended", []), *(f"step {resumed.step}: {change}" for change in changes)]
     if changes:
         logger.info(f"from step {resumed.step} on, the run has other bits than one on one rank: {changes[0]}")

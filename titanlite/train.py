@@ -76,7 +76,7 @@ def build(job: Job, rt: Runtime, lock: FolderLock) -> Run:
     model, kernel = shard_model(job, rt)
     start = decide_start(job, rt.ranks, lock)
     parts = assemble(job, rt.world_size, rt.ranks, start)
-    checkpoints = open_checkpoints(parts, rt, start, lock)
+    checkpoints = open_checkpoints(parts, rt, start, lock, kernel)
     log_start(parts.job, rt, parts.about, parts.sequences, kernel)
     state, guard, clipper = load_state(parts, rt, model, checkpoints)
     resumed = checkpoints.candidate

@@ -78,7 +78,10 @@ class SQLite(Storage, name="sqlite"):
             raise FileExistsError(f"{target} exists")
         which = "name = :name OR substr(name, 1, :length) = :folder"
         new_name = "UPDATE files SET name = :target || substr(name, :length)"
-        rows(path, f"{new_name} WHERE {which}", target=split(target)[1])
+        try:
+            rows(path, f"{new_name} WHERE {which}", target=split(target)[1])
+        except sqlite3.IntegrityError:
+            raise FileExistsError(f"{target} exists") from None
 
     def delete(self, path: PurePath) -> None:
         rows(path, "DELETE FROM files WHERE name = :name OR substr(name, 1, :length) = :folder")

@@ -73,7 +73,7 @@ class Checkpointer:
         rewind_distance: int | None = None,
     ):
         self.config, self.folder = config, lock.folder / config.folder
-        self._record, self._rewind_distance = record, rewind_distance
+        self.record, self._rewind_distance = record, rewind_distance
         self._run_folder, self._start, self.ranks, self._lock = lock.folder, start, ranks, lock
         self.candidate = start.candidate if isinstance(start, Resume) else None
         """The checkpoint that the run resumed from; None for a new run. A rewind sets it."""
@@ -198,15 +198,15 @@ class Checkpointer:
         self._saved_step = state.step
         tensors = state.tensors()
         branch = self.config.load_step if self.config.load_step != -1 else None
-        train = state.as_json() | {"finite": True, "branch": branch, "identity": self._record.identity}
+        train = state.as_json() | {"finite": True, "branch": branch, "identity": self.record.identity}
         self._health[state.step] = train["healthy"]
         snapshot = Snapshot(
             state.step,
             tensors,
-            {TRAIN: json.dumps(train, indent=1) + "\n", "job.toml": self._record.job_toml},
+            {TRAIN: json.dumps(train, indent=1) + "\n", "job.toml": self.record.job_toml},
             {
                 "resumed_from": self.candidate.step if self.candidate else None,
-                **({"bits": self._record.bits} if self._record.bits is not None else {}),
+                **({"bits": self.record.bits} if self.record.bits is not None else {}),
             },
         )
         not_finite = non_finite(tensors)
@@ -334,7 +334,7 @@ class Checkpointer:
             return reason
         if error is not None:
             if isinstance(error, MisfitError):
-                check_optimizer(candidate.path, candidate.job_toml, self._record.job_toml, error.differences)
+                check_optimizer(candidate.path, candidate.job_toml, self.record.job_toml, error.differences)
             raise error
         if AVERAGE in tensors and AVERAGE not in sections:
             start_average(tensors)
@@ -352,7 +352,7 @@ class Checkpointer:
         self._faults.append((damaged.path, reason))
         start = decide(self.config, self._run_folder, self._faults)
         assert isinstance(start, Resume), "decide() raises if no checkpoint is left"
-        check_run_identity(start, self._record.identity, self.config.allow_changed, self._run_folder)
+        check_run_identity(start, self.record.identity, self.config.allow_changed, self._run_folder)
         self._faults = list(start.faults)
         return start.candidate
 

@@ -110,7 +110,8 @@ def begin(folder: P, step: int) -> P:
     try:
         disk.make_folder(partial)
     except OSError:
-        disk.delete(partial)
+        with suppress(OSError):
+            disk.delete(partial)
         raise
     return partial
 

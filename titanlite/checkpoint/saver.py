@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -194,7 +194,7 @@ class Saver:
             written = self._plans.write(snapshot.tensors, writer)
             self.ranks.from_rank_zero(lambda: self._commit(snapshot, writer, written, began))
         except CheckpointError as e:
-            self.ranks.from_rank_zero(lambda: storage_of(partial).delete(partial))
+            self.ranks.from_rank_zero(lambda: _discard(partial))
             raise CheckpointError(f"step {step} could not be saved: {e}") from e
         if self.ranks.rank == 0:
             self._on_commit(step)
@@ -229,6 +229,11 @@ class Saver:
     def _newest_checkpoint(self) -> str:
         checkpoints = commit.list_committed(self._folder)
         return f" (the newest checkpoint is {checkpoints[-1][1].name})" if checkpoints else ""
+
+
+def _discard(partial: PurePath) -> None:
+    with suppress(OSError):  # of a storage that does not answer; the next start tries again
+        storage_of(partial).delete(partial)
 
 
 def about_save(num_ranks: int) -> dict[str, Any]:

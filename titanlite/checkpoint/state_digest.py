@@ -4,7 +4,7 @@ It is a tree of SHA-256: over the cells of a tensor, which no data-parallel layo
 its name, dtype and shape, and over all tensors in the order of their names. A cell is a row, or, for tensors
 with three dims, a row of a row: FSDP shards experts along their second dim. Each rank hashes its own shards.
 
-A digest says nothing of steps, sequences and times."""
+The state has the steps that an optimizer counts, and nothing else of steps, sequences and times."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def add_verify_resume(options: Options) -> None:
     add("config", help="a job's TOML file; its keys may be overridden")
     add(
         "--ranks", type=parse_ranks, required=True, metavar="LIST",
-        help="numbers of ranks: of the run that is not stopped, then of the parts of the other run",
+        help="ranks of the run that is not stopped, then of each part of the run that is resumed",
     )  # fmt: skip
     add("--steps", type=int, metavar="N", default=6, help="steps to train (6)")
     add("--device", choices=("auto", "cpu"), default="auto", help="cpu: train on the CPU (auto)")
@@ -64,7 +64,7 @@ def add_verify_resume(options: Options) -> None:
 def verify_resume_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of `titanlite verify-resume`, and the overrides. Raises ConfigError."""
     options, overrides = parser("verify-resume").read_known(argv)
-    if options.steps < len(options.ranks):
+    if options.steps < max(len(options.ranks), 2):
         raise ConfigError(f"command line, --steps: {options.steps} steps are too few for so many --ranks")
     return options, overrides
 

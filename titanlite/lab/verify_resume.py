@@ -27,9 +27,13 @@ from titanlite.runtime.signals import Stopped, StopRequests
 from titanlite.table import table
 
 END_S = 120.0  # for a run to save after SIGTERM, before it is killed
+STOPPED_S = 10.0  # the same, when nobody wants what it saves
 STATE_BYTES = 12  # of AdamW per parameter: weight and two moments
 OWN = [
     "--checkpoint.enable=true",
+    "--checkpoint.folder=checkpoint",
+    "--checkpoint.load_step=-1",
+    "--checkpoint.restart=false",
     "--checkpoint.interval=1",
     "--checkpoint.keep_latest_k=0",
     "--guard.on_spike=log",
@@ -52,28 +56,36 @@ def main(argv: Sequence[str]) -> int:
     uses_gpus = options.device != "cpu" and torch.cuda.is_available()
     if uses_gpus and max(options.ranks) > (gpus := torch.cuda.device_count()):
         raise ConfigError(f"command line, --ranks: {max(options.ranks)}, but there are {gpus} GPUs")
+    if job.training.steps < options.steps:
+        raise ConfigError(
+            f"{job.training.steps} is below the --steps={options.steps} to train", "training.steps"
+        )
     size = sum(p.numel() for p in job.build_on_meta().parameters()) * STATE_BYTES
     tell(
-        f"two runs of {options.steps} steps, with a checkpoint after each step: about "
+        f"two runs of {options.steps} steps or a few more, with a checkpoint after each step: about "
         f"{2 * options.steps * size / GIB:.1f} GiB of disk in {tempfile.gettempdir()}"
     )
     with tempfile.TemporaryDirectory(prefix="titanlite-verify-") as name, stoppable() as requests:
-        folder, first = Path(name), options.ranks[0]
+        folder, resumed = Path(name), Path(name, "resumed")
         runs = _Runs(folder, [options.config, *overrides], "" if uses_gpus else "-1", requests)
-        began = time.monotonic()
-        runs.train("whole", first, options.steps)
-        tell(f"{options.steps} steps on {_ranks(first)} took {time.monotonic() - began:.0f} s")
-        for num_ranks, last_step in hops(options.ranks[1:] or options.ranks, options.steps):
-            runs.train("resumed", num_ranks, last_step)
-            tell(f"trained up to step {last_step} on {_ranks(num_ranks)}")
-        are_equal = _compare(folder, options.steps)
+        for num_ranks, end in parts(options.ranks, options.steps):
+            before, began = _last_step(resumed), time.monotonic()
+            runs.train("resumed", num_ranks, max(end, before + 1))
+            tell(
+                f"steps {before + 1} to {_last_step(resumed)} on {_ranks(num_ranks)} took "
+                f"{time.monotonic() - began:.0f} s"
+            )
+        runs.train("whole", options.ranks[0], _last_step(resumed))
+        are_equal = _compare(folder, _last_step(resumed))
     return 0 if are_equal or not job.training.same_bits_on_any_ranks else 1
 
 
-def hops(ranks: Sequence[int], steps: int) -> list[tuple[int, int]]:
-    """The parts of the run that is resumed: the number of ranks, and the last step."""
-    ends = [steps * (i + 1) // len(ranks) for i in range(len(ranks))]
-    return [(n, end) for n, end, before in zip(ranks, ends, [0, *ends]) if end > before]
+def parts(ranks: Sequence[int], steps: int) -> list[tuple[int, int]]:
+    """The parts of the run that is resumed, at least two: the number of ranks, and the last step. A part that
+    is stopped late ends at a later step."""
+    others = list(ranks[1:] or ranks)
+    others *= 2 if len(others) == 1 else 1
+    return [(n, steps * (i + 1) // len(others)) for i, n in enumerate(others)]
 
 
 def _ranks(number: int) -> str:
@@ -96,7 +108,7 @@ class _Runs:
             while process.poll() is None and not self._requests.stop and _last_step(run) < last_step:
                 time.sleep(LOOK_S)
         finally:
-            end_runs([process], END_S)
+            end_runs([process], STOPPED_S if self._requests.stop else END_S)
         if self._requests.stop:
             raise Stopped("stopped; the runs have ended, and nothing is left of them")
         if process.returncode not in (0, Stopped.exit_code) or _last_step(run) < last_step:
@@ -148,7 +160,7 @@ def _compare(folder: Path, steps: int) -> bool:
     differing = _differing(paths[unequal[0]])
     print(
         f"the weights differ from step {unequal[0]} on, first in {differing[0]}; largest relative difference "
-        f"of losses: {loss:.1e}, of a weight matrix after step {unequal[-1]}: {weights:.1e} ({name})"
+        f"of losses: {loss:.1e}, of a tensor of weights after step {unequal[-1]}: {weights:.1e} ({name})"
     )
     return False
 
@@ -164,5 +176,5 @@ def _largest_difference(step: _Step) -> tuple[str, float]:
     by_name = {}
     for name in _differing(step):
         whole, resumed = (read_tensor(path, name, read_metadata(path)).double() for path in step)
-        by_name[name] = ((resumed - whole).norm() / whole.norm()).item()
+        by_name[name] = ((resumed - whole).norm() / whole.norm().clamp(min=1e-30)).item()
     return max(by_name.items(), key=lambda item: item[1])

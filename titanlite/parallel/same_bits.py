@@ -1,8 +1,9 @@
 """Sums that do not depend on the number of data-parallel ranks, for training.same_bits_on_any_ranks.
 
 The unit is the micro-batch: it has the same sequences, shape and kernels on every layout, and micro-step k of
-rank r of N is micro-batch k N + r. Gradients and losses of micro-batches are added one after the other, in
-this order, in fp32. All other sums are over cells that no sharding cuts, and add them in a fixed order."""
+rank r of N is micro-batch k N + r. Gradients of micro-batches are added one after the other, in this order,
+in fp32. Their losses, and the squares of gradients for norms, are added in fp64, in an order that follows
+from the number of micro-batches and the shapes of the whole tensors."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from titanlite.mesh import Mesh, local_shard_and_offsets
 from titanlite.parallelism import Degrees
 
 KEY = "training.same_bits_on_any_ranks"
+BLOCK = 1 << 24  # values whose squares are computed at a time
 
 
 def check_same_bits(degrees: Degrees, expert_degree: int, unsupported: dict[str, bool]) -> None:
@@ -53,11 +55,22 @@ class OrderedReduceScatter:
         self._num_replicas, self._num_shards = mesh.degrees.dp_replicate, mesh.degrees.dp_shard
         self._replica = mesh.coordinate.dp_replicate
         self._sum: torch.Tensor | None = None
-        self._is_input = True
+        self._is_input, self._num_added = True, 0
 
     def begin_step(self) -> None:
         """The next micro-batch is the first of a step."""
-        self._sum, self._is_input = None, True
+        self._sum, self._is_input, self._num_added = None, True, 0
+
+    def end_step(self, num_micro_batches: int) -> None:
+        """Leave the memory of the sum to the gradients. Raises RuntimeError if a micro-batch gave parameters
+        no gradient that others gave one: what was summed before it is lost."""
+        num_added = self._num_added
+        self.begin_step()
+        if num_added not in (0, num_micro_batches):
+            raise RuntimeError(
+                f"{KEY} needs a gradient of each trained parameter in each micro-batch; some have one in "
+                f"{num_added} of {num_micro_batches}"
+            )
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for the gradients to send, or, at every second call, for the sum."""
@@ -65,6 +78,7 @@ class OrderedReduceScatter:
         if not self._is_input:
             return torch.empty(*size, dtype=dtype, device=device)
         if self._num_replicas == 1 and self._sum is not None:
+            assert self._sum.shape == torch.Size(size), "other parameters have gradients than before"
             return self._sum
         return torch.empty(*size, dtype=torch.float32, device=device)
 
@@ -87,6 +101,7 @@ class OrderedReduceScatter:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         is_first = self._sum is None
+        self._num_added += 1
         if self._sum is None:
             self._sum = output_tensor if replicas == 1 else output_tensor.new_empty(part)
         for i, gradient in enumerate(received.view(replicas * shards, -1)):
@@ -130,22 +145,25 @@ def squared_norms(gradients: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor
     """The squared norm of each whole gradient, fp64 [len(gradients)], equal bits on any number of ranks. A
     cell is a row, or for gradients with three dims a row of a row: FSDP shards experts along their second
     dim. Collective over the shards."""
-    cells, views = list[torch.Tensor](), list[torch.Tensor]()
+    cells = list[torch.Tensor]()
     for gradient in gradients:
         shard, offsets = local_shard_and_offsets(gradient)
         dims = min(max(gradient.ndim - 1, 1), 2, gradient.ndim)
         grid = torch.zeros(gradient.shape[:dims], dtype=torch.float64, device=shard.device)
         own = tuple(slice(o, o + n) for o, n in zip(offsets[:dims], shard.shape[:dims]))
         if shard.numel():
-            rows = shard.reshape(shard.shape[:dims].numel(), -1).double()
-            grid[own] = _fold(rows * rows).view(shard.shape[:dims])
+            rows = shard.reshape(shard.shape[:dims].numel(), -1)
+            blocks = rows.split(max(BLOCK // rows.shape[1], 1))  # fp64 copies of a whole head are large
+            grid[own] = torch.cat([_fold(block.double().square_()) for block in blocks]).view(
+                shard.shape[:dims]
+            )
         cells.append(grid.view(-1))
     of_all = torch.cat(cells)
     if mesh.degrees.dp_shard > 1:
         assert mesh.device_mesh is not None
         dist.all_reduce(of_all, group=mesh.device_mesh["dp_shard"].get_group())  # adds zeros
-    views = list(of_all.split([len(own) for own in cells]))
-    return torch.stack([_fold(view.view(1, -1))[0] for view in views])
+    # From here on all shapes are those of whole tensors, and kernels for equal shapes add in one order.
+    return torch.stack([own.sum() for own in of_all.split([len(own) for own in cells])])
 
 
 def _fold(rows: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,8 @@ from titanlite.step_clock import StepClock
 @dataclass(frozen=True, kw_only=True)
 class ParallelSettings:
     """The sections and dtypes that decide how a model is sharded and run. `attention`: the backend that
-    `AttentionBackend.build` returned. `cpu_offload`: weights stay in host memory. `clock`: measures the
+    `AttentionBackend.build` returned. `cpu_offload`: weights stay in host memory. `same_bits`:
+    training.same_bits_on_any_ranks. `clock`: measures the
     phases of the steps."""
 
     parallelism: Parallelism = field(default_factory=Parallelism)
@@ -31,10 +32,12 @@ class ParallelSettings:
     param_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
     cpu_offload: bool = False
+    same_bits: bool = False
     clock: StepClock = field(default_factory=lambda: StepClock(torch.device("cpu")))
 
     @property
     def reduces_every_micro_batch(self) -> bool:
         """Whether gradients are reduced after each micro-batch, not once per step. With a reduce_dtype other
         than fp32, FSDP would accumulate micro-batches in that dtype."""
-        return self.parallelism.fsdp_reduce == "micro_batch" or self.reduce_dtype != torch.float32
+        is_set = self.parallelism.fsdp_reduce == "micro_batch" or self.same_bits
+        return is_set or self.reduce_dtype != torch.float32

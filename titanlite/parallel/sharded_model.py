@@ -82,7 +82,6 @@ class ShardedModel:
         self.auxiliary_losses: dict[str, torch.Tensor] = {}
         self._names_of_loss = loss.auxiliary_losses
         self._auxiliary_sums: list[torch.Tensor] = []  # of the loss's auxiliary losses, per micro-batch
-        self._reduces_every_micro_batch = settings.reduces_every_micro_batch or mesh.same_bits
         self._gathers_float8 = settings.float8.gathers_float8 and mesh.device_mesh is not None
         self.sharding = SequenceSharding(mesh.cp) if mesh.degrees.cp > 1 else None
         self._ordered_sums = apply_ordered_sums(net, mesh) if mesh.same_bits else []
@@ -151,7 +150,7 @@ class ShardedModel:
                 is_last = i == len(micro_batches) - 1
                 if self._ordered_sums and i > 0 and self.mesh.dp_size > 1:
                     forget_gradients(self.net)
-                sync_gradients(self.net, self._reduces_every_micro_batch or is_last)
+                sync_gradients(self.net, self.settings.reduces_every_micro_batch or is_last)
                 losses = self._micro_batch(batch, num_targets, observer, clock)
             if self._ordered_sums:
                 in_order.append(losses.tokens)
@@ -166,8 +165,8 @@ class ShardedModel:
             raise ConfigError(f"loss and model both have an auxiliary loss {min(both)!r}", "loss.name")
         self.auxiliary_losses = auxiliary | self._auxiliary_losses_of_loss(num_targets)
         if self._ordered_sums:
-            for ordered in self._ordered_sums:  # only the gradients hold their memory from now on
-                ordered.begin_step()
+            for ordered in self._ordered_sums:
+                ordered.end_step(len(micro_batches))
             return ordered_sum(in_order, self.mesh)
         return self._counted_once(total)
 

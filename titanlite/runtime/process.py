@@ -127,4 +127,5 @@ def determinism(on: bool, one_thread: bool = False) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-        torch.set_num_threads(num_threads)
+        if one_thread:
+            torch.set_num_threads(num_threads)

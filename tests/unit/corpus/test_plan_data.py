@@ -11,6 +11,7 @@ import pytest
 from tests.support.checkpoints import save_steps
 from tests.support.jobs import make_job, write_corpus
 from titanlite import cli, start
+from titanlite.checkpoint.checkpointer import RunRecord
 from titanlite.config import toml
 from titanlite.data.skips import SkippedSequences
 from titanlite.job import Job, load_job
@@ -162,7 +163,7 @@ def test_a_run_is_marked_where_it_is(file: Path, capsys: pytest.CaptureFixture[s
     sequences = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
     job, _ = start.open_stages(job, 1, sequences)
     toy, run = save_steps(job.folder, 0)
-    run.identity = job.identity(sequences.identity, sequences.names)
+    run.record = RunRecord(job.identity(sequences.identity, sequences.names), run.record.job_toml)
     for _ in range(7):
         toy.step()
     toy.state.num_sequences, toy.state.skipped = 36, SkippedSequences.merge([[33, 34]])

@@ -13,6 +13,7 @@ import pytest
 from tests.support.checkpoints import save_steps
 from tests.support.jobs import make_job, write_corpus
 from titanlite import start
+from titanlite.checkpoint.checkpointer import RunRecord
 from titanlite.checkpoint.commit import manifest_text
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
@@ -95,7 +96,7 @@ def test_sequences_that_a_run_skips_are_marked(tmp_path: Path, capsys: pytest.Ca
     toy.step()
     toy.state.skipped = SkippedSequences.merge([[1, 3]])
     sequences = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
-    run.identity = job.identity(sequences.identity, sequences.names)
+    run.record = RunRecord(job.identity(sequences.identity, sequences.names), run.record.job_toml)
     run.save(toy.state)
     run.close()
     assert marked(capsys, file, "--data.skip_sequences=[[5, 6]]") == [1, 2, 3, 5, 6]
@@ -198,7 +199,7 @@ def test_a_checkpoint_marks_skips_only_if_the_stages_before_it_are_the_same(
     toy.state.skipped = SkippedSequences.merge([[1, 3]])
     sequences = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
     start.open_stages(job, 1, sequences)
-    run.identity = job.identity(sequences.identity, sequences.names)
+    run.record = RunRecord(job.identity(sequences.identity, sequences.names), run.record.job_toml)
     run.save(toy.state)
     run.close()
     assert marked(capsys, staged) == [1, 2, 3]
