@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.examples.sqlite_storage import SQLite
 from tests.support.jobs import make_job
 from tests.support.runs import train_on_rank
 from titanlite.checkpoint import commit
 from titanlite.config.component import ConfigError
-from titanlite.storage import parse_path, storage_of
+from titanlite.storage import storage_of
 from titanlite.train import train
 
 IMPORT = "--job.imports=['tests.examples.sqlite_storage']"
@@ -27,7 +28,7 @@ KEYS = [
 
 
 def folder_of(tmp_path: Path) -> PurePath:
-    return parse_path(f"sqlite://{tmp_path}/runs.db/first")
+    return SQLite().path(f"sqlite://{tmp_path}/runs.db/first")
 
 
 def content(folder: PurePath, name: str) -> bytes:
