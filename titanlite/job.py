@@ -175,11 +175,12 @@ class Job:
                 degrees,
                 parallelism.expert_parallel_degree,
                 {
-                    "float8.enable": self.float8.enable,
-                    "training.enable_cpu_offload": training.enable_cpu_offload,
-                    "compile.cuda_graphs": self.compile.cuda_graphs,
-                    "parallelism.fsdp_symmetric_memory": parallelism.fsdp_symmetric_memory,
-                    "training.mixed_precision_reduce": training.mixed_precision_reduce != "float32",
+                    "float8.enable = true": self.float8.enable,
+                    "training.enable_cpu_offload = true": training.enable_cpu_offload,
+                    "compile.cuda_graphs = true": self.compile.cuda_graphs,
+                    "parallelism.fsdp_symmetric_memory = true": parallelism.fsdp_symmetric_memory,
+                    "training.mixed_precision_reduce = bfloat16": training.mixed_precision_reduce
+                    != "float32",
                 },
             )
         self.moe.check(self.model.num_experts, trains_adapters=self.lora.enable)

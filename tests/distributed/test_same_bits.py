@@ -175,8 +175,8 @@ def test_control_other_sums_have_other_bits(run: Run, control: Callable[..., Non
 @pytest.mark.parametrize(
     ("world_size", "keys", "message"),
     [
-        (2, [TP], "not with tp = 2"),
-        (2, [PP, UNTIED], "not with pp = 2"),
+        (2, [TP], "not with parallelism.tensor_parallel_degree = 2"),
+        (2, [PP, UNTIED], "not with parallelism.pipeline_parallel_degree = 2"),
         (2, [HSDP], "not with 2 unsharded copies"),
         (1, ["--training.enable_cpu_offload"], "not with training.enable_cpu_offload"),
         (1, ["--training.mixed_precision_reduce=bfloat16"], "not with training.mixed_precision_reduce"),

@@ -26,7 +26,15 @@ from titanlite.job import Job, load_job
 from titanlite.lab.cards import GIB, Card, Cluster
 from titanlite.lab.memory import rank_memory
 from titanlite.lab.planned import PlannedRun, planned_run
-from titanlite.lab.trial_runs import LOOK_S, RunFailed, end_runs, groups_of_gpus, start_run, stoppable
+from titanlite.lab.trial_runs import (
+    LOOK_S,
+    RunFailed,
+    end_runs,
+    groups_of_gpus,
+    last_line,
+    start_run,
+    stoppable,
+)
 from titanlite.log import tell
 from titanlite.metrics.memory import REMEDIES, OutOfMemory
 from titanlite.report.recorded_run import Record, read_run
@@ -204,9 +212,8 @@ class BatchTrainer:
         kept = Path(f"{self.job.job.dump_folder}_find_batch.log")
         make_folder(kept.parent)
         shutil.copyfile(log, kept)
-        lines = [line for line in _text(log).splitlines() if line.strip()]
-        said = f": {lines[-1].removeprefix('titanlite: ')}" if lines else ""
-        return f"the run with training.local_batch_size={size} ended with exit code {code}{said}; log: {kept}"
+        ended = f"the run with training.local_batch_size={size} ended with exit code {code}"
+        return f"{ended}{last_line(log)}; log: {kept}"
 
 
 def gpu() -> Card:

@@ -164,6 +164,12 @@ def end_runs(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> No
             process.wait()
 
 
+def last_line(log: Path) -> str:
+    """`: ` and the last line of a run's log that is not blank, for messages; nothing if there is none."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f": {lines[-1].removeprefix('titanlite: ')}" if lines else ""
+
+
 class Trainer:
     """Trains runs of `num_gpus` processes each, as many at a time as there are groups of GPUs; on a CPU one.
     `requests`: of stoppable()."""

@@ -19,7 +19,7 @@ from titanlite.checkpoint.state_digest import combine, digests_of_checkpoint
 from titanlite.config.component import ConfigError
 from titanlite.job import load_job
 from titanlite.lab.cards import GIB
-from titanlite.lab.trial_runs import LOOK_S, RunFailed, end_runs, start_run, stoppable
+from titanlite.lab.trial_runs import LOOK_S, RunFailed, end_runs, last_line, start_run, stoppable
 from titanlite.lab.verbs import verify_resume_arguments
 from titanlite.log import set_up_logging, tell
 from titanlite.report.recorded_run import read_run
@@ -112,9 +112,8 @@ class _Runs:
         if self._requests.stop:
             raise Stopped("stopped; the runs have ended, and nothing is left of them")
         if process.returncode not in (0, Stopped.exit_code) or _last_step(run) < last_step:
-            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-            said = f": {lines[-1].removeprefix('titanlite: ')}" if lines else ""
-            raise RunFailed(f"the run on {_ranks(num_ranks)} ended with exit code {process.returncode}{said}")
+            ended = f"the run on {_ranks(num_ranks)} ended with exit code {process.returncode}"
+            raise RunFailed(f"{ended}{last_line(log)}")
 
 
 def _last_step(run: Path) -> int:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.config.component import ConfigError
 from titanlite.mesh import Mesh, local_shard_and_offsets
-from titanlite.parallelism import Degrees
+from titanlite.parallelism import KEYS, Degrees
 
 KEY = "training.same_bits_on_any_ranks"
 BLOCK = 1 << 24  # values whose squares are computed at a time
@@ -26,9 +26,12 @@ BLOCK = 1 << 24  # values whose squares are computed at a time
 def check_same_bits(degrees: Degrees, expert_degree: int, unsupported: dict[str, bool]) -> None:
     """Raises ConfigError for a layout, or a setting in use, that cannot keep the promise. `unsupported`:
     settings by key, and whether they are on."""
-    for name, degree in degrees._asdict().items():
+    for name, key, degree in zip(degrees._fields, KEYS, degrees):
         if name in ("pp", "cp", "tp") and degree > 1:
-            raise ConfigError(f"not with {name} = {degree}: use data-parallel ranks only (FSDP, HSDP)", KEY)
+            raise ConfigError(
+                f"not with parallelism.{key} = {degree}; only data-parallel ranks (FSDP, HSDP) can",
+                KEY,
+            )
     if expert_degree > 1:
         raise ConfigError(f"not with parallelism.expert_parallel_degree = {expert_degree}", KEY)
     if degrees.dp_replicate > 1 and degrees.dp_shard == 1:

@@ -83,7 +83,7 @@ def test_settings_that_cannot_keep_the_promise() -> None:
     check_same_bits(alone, 1, {"float8.enable": False})
     check_same_bits(Degrees(1, 2, 2, 1, 1), 1, {})
     for degrees, expert_degree, unsupported, message in (
-        (Degrees(1, 1, 2, 2, 1), 1, {}, "cp = 2"),
+        (Degrees(1, 1, 2, 2, 1), 1, {}, "context_parallel_degree = 2"),
         (Degrees(1, 4, 1, 1, 1), 1, {}, "4 unsharded copies"),
         (Degrees(1, 1, 4, 1, 1), 2, {}, "expert_parallel_degree = 2"),
         (alone, 1, {"a": False, "float8.enable": True}, "not with float8.enable"),
