@@ -67,9 +67,9 @@ def test_a_run_keeps_the_average_and_trains_as_without_it(
 ) -> None:
     """With asynchronous saves of every step, and a validation of every second one."""
     keys = [UNTIED, *overrides, "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0"]
-    trained(tmp_path, corpus, *keys, name="plain", NGPU=str(ngpu))
+    trained(tmp_path, corpus, *keys, name="plain", ngpu=ngpu)
     validated = ["--validation.enable", "--validation.freq=2"]
-    trained(tmp_path, corpus, *keys, *AVERAGED, *validated, name="averaged", NGPU=str(ngpu))
+    trained(tmp_path, corpus, *keys, *AVERAGED, *validated, name="averaged", ngpu=ngpu)
     check_by_hand(tmp_path / "averaged", num_saved=8, tolerance=1e-6)
     for section in ("model", "optimizer"):
         assert sha_of(tmp_path / "averaged", section) == sha_of(tmp_path / "plain", section)

@@ -30,7 +30,7 @@ def shards_after(folder: Path, corpus: Path, fault: str, ngpu: int, *overrides: 
     (tmp := folder / fault).mkdir()
     (tmp / f"bad_{fault}.py").write_text(BAD.format(fault=fault))
     keys = [f'--job.imports=["bad_{fault}"]', "--model.overrides.tie_word_embeddings=false", *overrides]
-    log = trained(tmp, corpus, *keys, NGPU=str(ngpu))
+    log = trained(tmp, corpus, *keys, ngpu=ngpu)
     assert ("is skipped" in log) == (fault != "nothing")
     return shards(tmp / "run", 8)
 

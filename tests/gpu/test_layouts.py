@@ -145,7 +145,7 @@ def test_unmasked_sequences_go_chunk_by_chunk_through_cudnn(tmp_path: Path, corp
     fast = [*LARGE, "--compile.enable", "--activation_checkpoint.mode=selective"]
     fast += ["--model.overrides.head_dim=64", "--training.deterministic=false"]  # for cuDNN
     one = run(tmp_path, corpus, *fast, name="one")
-    log = trained(tmp_path, corpus, *fast, CP, name="two", NGPU="2")
+    log = trained(tmp_path, corpus, *fast, CP, name="two", ngpu=2)
     assert "attention by head_tail" in log
     two = metrics_of(make_job(tmp_path, corpus, *fast, CP, name="two", world_size=2))
     flex = run(tmp_path, corpus, *fast, CP, "--attention.backend=flex", ngpu=2, name="flex")

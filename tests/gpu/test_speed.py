@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.gpu import column, reference, run, trained
-from tests.support.jobs import ROOT
+from tests.support.gpu import LAUNCHER, column, reference, run, trained
 from titanlite.attention.auto import Auto
 from titanlite.attention.base import AttentionNeeds
 from titanlite.attention.sdpa import SDPA
@@ -152,7 +151,7 @@ def test_profiles(tmp_path: Path, corpus: Path) -> None:
 def test_segments_are_expandable(tmp_path: Path, corpus: Path) -> None:
     """Also without the launcher, which sets it for its ranks."""
     profile = ["--profiling.enable_memory_snapshot", "--profiling.profile_freq=3", "--training.steps=3"]
-    alone, launched = [sys.executable, "-m", "titanlite.cli", "train"], [str(ROOT / "run_train.sh")]
+    alone, launched = [sys.executable, "-m", "titanlite.cli", "train"], LAUNCHER
     for name, program in (("alone", alone), ("launched", launched)):
         trained(tmp_path, corpus, *profile, name=name, program=program)
         snapshot = pickle.loads((tmp_path / name / "profile/memory-step-3-rank-0.pickle").read_bytes())

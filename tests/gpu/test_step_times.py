@@ -93,7 +93,7 @@ def test_a_detailed_report_has_the_times_and_the_gpu(tmp_path: Path, corpus: Pat
 )
 def test_a_slow_rank_is_named_with_its_cause(tmp_path: Path, corpus: Path, place: str, cause: str) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    log = trained(tmp_path, corpus, '--job.imports=["slow"]', NGPU="2", PLACE=place)
+    log = trained(tmp_path, corpus, '--job.imports=["slow"]', ngpu=2, PLACE=place)
     slow = [line for line in log.splitlines() if " is slow: " in line]
     assert len(slow) == 1, log
     assert "rank 1 on " in slow[0]

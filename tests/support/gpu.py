@@ -1,4 +1,4 @@
-"""Runs on one or more GPUs, through run_train.sh."""
+"""Runs on one or more GPUs."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from tests.support.ranks import Ranks, leave, write_output_to
 from tests.support.runs import FOUR_MICRO_BATCHES
 from titanlite import cli
 
+LAUNCHER = [str(ROOT / "run_train.sh")]
+
 
 def trained(
     folder: Path,
@@ -28,25 +30,26 @@ def trained(
     name: str = "run",
     program: list[str] | None = None,
     code: int = 0,
+    ngpu: int = 1,
     **environment: str,
 ) -> str:
     """The log of the base job, which must end with exit code `code`. Modules in `folder` can be imported.
-    Runs `program`, or run_train.sh on NGPU ranks. A single rank runs in a copy of a process that has imported
-    titanlite: the imports take longer than the run."""
+    With `program`, runs that. Otherwise the ranks are copies of a process that has imported titanlite: the
+    imports take longer than the run."""
     folder.mkdir(parents=True, exist_ok=True)
     where = [f"--job.dump_folder={folder / name}", f"--data.cache_dir={corpus / 'cache'}"]
     job = [str(write_toml(folder, corpus)), *where, FOUR_MICRO_BATCHES, *overrides]
     path = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {"PYTHON": sys.executable, "PYTHONPATH": path, **environment}
-    if program is None and environment.get("NGPU", "1") == "1":
+    if program is None:
         (log := folder / f"{name}.log").unlink(missing_ok=True)
         words = ["titanlite", "train", *job]
-        (returned,) = Ranks(1, _train, words, folder, log, environment, gpus=True).exits()
+        exits = Ranks(ngpu, _train, words, folder, log, environment, gpus=True).exits()
+        returned = next((exit_code for exit_code in exits if exit_code), 0)
         text = log.read_text()
     else:
-        command = [*(program or [str(ROOT / "run_train.sh")]), *job]
-        env = os.environ | environment
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        env = os.environ | {"NGPU": str(ngpu)} | environment
+        done = subprocess.run([*program, *job], env=env, capture_output=True, text=True, check=False)
         returned, text = done.returncode, done.stderr
     assert returned == code, text
     return text
@@ -63,7 +66,7 @@ def _train(words: list[str], folder: Path, log: Path, environment: dict[str, str
 
 def run(folder: Path, corpus: Path, *overrides: str, ngpu: int = 1, name: str = "run") -> list[dict]:
     """Run the base job on `ngpu` ranks. Returns its metrics."""
-    trained(folder, corpus, *overrides, name=name, NGPU=str(ngpu))
+    trained(folder, corpus, *overrides, name=name, ngpu=ngpu)
     return metrics_of(make_job(folder, corpus, FOUR_MICRO_BATCHES, *overrides, name=name, world_size=ngpu))
 
 

@@ -1,5 +1,5 @@
 """Ranks for tests: processes forked from a server that has imported titanlite. Several ranks have a gloo
-process group; a single rank has none.
+process group, or, with GPUs, make theirs as under titanlite's launcher; a single rank has none.
 
 A rank starts in hundredths of a second instead of the seconds of its imports, and each call has new ranks: no
 state is left from earlier tests, and no idle rank's threads poll. The server is Python's
@@ -24,6 +24,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+from titanlite.runtime.environment import NOTES
+
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 400  # of one call of seconds: machines may be busy
 GRACE_S = 120.0  # between SIGTERM and SIGKILL; torchrun has 30, too few on a busy machine
@@ -47,8 +49,10 @@ class Ranks:
         self.processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            group = (rank, world_size, f"file://{self._folder.name}/store")
-            environment = os.environ | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
+            group = (rank, 1 if gpus else world_size, f"file://{self._folder.name}/store")
+            environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+            if gpus:
+                environment = os.environ | _as_launched(rank, world_size, self._folder.name)
             process = context.Process(target=_rank, args=(theirs, group, environment, function, args))
             process.start()
             theirs.close()
@@ -147,6 +151,14 @@ class Ranks:
             for connection in self._connections:
                 connection.close()
             self._folder.cleanup()
+
+
+def _as_launched(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    """The variables that titanlite's launcher sets for one of several ranks."""
+    if world_size == 1:
+        return {}
+    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), **sizes, NOTES: folder}
 
 
 def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
