@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 from weakref import WeakMethod
@@ -91,11 +91,17 @@ def dtensor_like(local: torch.Tensor, like: DTensor, shape: torch.Size | None = 
 
 def local_offsets(tensor: DTensor) -> tuple[int, ...]:
     """The index in the global tensor at which this rank's shard begins, for each dimension."""
+    mesh = tensor.device_mesh
+    return _local_offsets(tensor.shape, mesh, tensor.placements, tuple(mesh.get_coordinate() or ()))
+
+
+@cache  # torch takes 30 us; `coordinate` is in the key because a dry run changes this process's rank
+def _local_offsets(
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Any, ...], coordinate: tuple[int, ...]
+) -> tuple[int, ...]:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    return tuple(
-        compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]
-    )
+    return tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[1])
 
 
 def all_reduce(tensor: torch.Tensor, op: str, mesh: DeviceMesh) -> torch.Tensor:
@@ -155,16 +161,22 @@ def symmetric_memory_of_fsdp() -> Callable[[Any], None] | None:
 
 def reduce_fsdp_in_computation_memory(module: torch.nn.Module) -> None:
     """Let an FSDP module on CUDA allocate its reduced gradients on the default stream, on which the model has
-    to run. torch allocates them on the stream of its reductions, whose memory nothing else can use.
+    to run. torch allocates them on the stream of its reductions, whose memory nothing else can use."""
+    for group in _fsdp_groups(module):
+        group._reduce_scatter_comm.allocate = computation_memory(module)
+
+
+def computation_memory(module: torch.nn.Module) -> Callable[..., torch.Tensor]:
+    """The function that allocates memory for the reductions of an FSDP module on CUDA, on the default stream,
+    on which the model has to run.
 
     Safe because a result that becomes a gradient is freed only after the end of the backward, where the
     computation waits for all reductions, and because a reduction waits for all that was computed before it
     writes (foreach_reduce in torch's _fsdp_collectives.py), and for the allocation. A result that is cast, or
     added to an earlier gradient, would be freed while the other stream still reads it, and stays as torch has
     it."""
-    for group in _fsdp_groups(module):
-        trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-        group._reduce_scatter_comm.allocate = partial(_allocate_reduction, trained)
+    parameters = [p for group in _fsdp_groups(module) for p in group.fsdp_params]
+    return partial(_allocate_reduction, [p for p in parameters if p.sharded_param.requires_grad])
 
 
 def _allocate_reduction(

@@ -7,8 +7,9 @@ from the number of micro-batches and the shapes of the whole tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from titanlite.config.component import ConfigError
 from titanlite.mesh import Mesh, local_shard_and_offsets
 from titanlite.parallelism import KEYS, Degrees
+from titanlite.torch_compat import computation_memory, foreach_norm
 
 KEY = "training.same_bits_on_any_ranks"
 BLOCK = 1 << 24  # values whose squares are computed at a time
@@ -54,7 +56,9 @@ class OrderedReduceScatter:
     With several replicas (HSDP), a rank adds one part of its shard, and the other parts are zero: the
     all-reduce over the replicas that FSDP makes then adds zeros to each part, which is exact."""
 
-    def __init__(self, mesh: Mesh):
+    def __init__(self, mesh: Mesh, empty: Callable[..., torch.Tensor] = torch.empty):
+        """`empty`: allocates memory for sums."""
+        self._empty = empty
         self._num_replicas, self._num_shards = mesh.degrees.dp_replicate, mesh.degrees.dp_shard
         self._replica = mesh.coordinate.dp_replicate
         self._sum: torch.Tensor | None = None
@@ -83,7 +87,7 @@ class OrderedReduceScatter:
         if self._num_replicas == 1 and self._sum is not None:
             assert self._sum.shape == torch.Size(size), "other parameters have gradients than before"
             return self._sum
-        return torch.empty(*size, dtype=torch.float32, device=device)
+        return self._empty(size, dtype=torch.float32, device=device)
 
     def __call__(
         self,
@@ -107,22 +111,33 @@ class OrderedReduceScatter:
         self._num_added += 1
         if self._sum is None:
             self._sum = output_tensor if replicas == 1 else output_tensor.new_empty(part)
-        for i, gradient in enumerate(received.view(replicas * shards, -1)):
-            if is_first and i == 0:
-                self._sum.copy_(gradient)
-            else:
-                self._sum.add_(gradient)
+        _add_in_order(self._sum, received.view(replicas * shards, -1), is_first)
         if replicas > 1:
             own = slice(self._replica * part, min((self._replica + 1) * part, output_tensor.numel()))
             output_tensor.zero_()[own] = self._sum[: max(own.stop - own.start, 0)]
 
 
+def _add_in_order(total: torch.Tensor, received: torch.Tensor, is_first: bool) -> None:
+    """Add the rows of `received` one after the other to `total`, fp32. `is_first`: `total` has no value
+    yet."""
+    if total.is_cuda:
+        from titanlite.parallel.same_bits_kernels import add_in_order
+
+        add_in_order(total, received, is_first)
+        return
+    for i, gradient in enumerate(received):
+        if is_first and i == 0:
+            total.copy_(gradient)
+        else:
+            total.add_(gradient)
+
+
 def apply_ordered_sums(net: nn.Module, mesh: Mesh) -> list[OrderedReduceScatter]:
     """Let all FSDP modules of `net` add gradients in the order of the micro-batches."""
-    comms = []
+    comms, on_cuda = [], mesh.fsdp.device_type == "cuda"
     for module in net.modules():
         if isinstance(module, FSDPModule):
-            comms.append(OrderedReduceScatter(mesh))
+            comms.append(OrderedReduceScatter(mesh, computation_memory(module) if on_cuda else torch.empty))
             module.set_custom_reduce_scatter(comms[-1])  # type: ignore[arg-type]
     return comms
 
@@ -144,29 +159,57 @@ def ordered_sum(values: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
     return total if mesh.dp_rank == 0 else torch.zeros_like(total)
 
 
+class Rows(NamedTuple):
+    """The rows of a shard, `num` of `width` values, and the place of their sums in a flat tensor: the sum of
+    row r has the index `begin + r // inner * stride + r % inner`."""
+
+    num: int
+    width: int
+    begin: int
+    inner: int
+    stride: int
+
+
 def squared_norms(gradients: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
     """The squared norm of each whole gradient, fp64 [len(gradients)], equal bits on any number of ranks. A
     cell is a row, or for gradients with three dims a row of a row: FSDP shards experts along their second
     dim. Collective over the shards."""
-    cells = list[torch.Tensor]()
-    for gradient in gradients:
+    shapes = [gradient.shape[: min(max(gradient.ndim - 1, 1), 2, gradient.ndim)] for gradient in gradients]
+    sizes = [shape.numel() for shape in shapes]
+    of_all = torch.zeros(sum(sizes), dtype=torch.float64, device=gradients[0].device)
+    begins = [0, *accumulate(sizes)]
+    shards, places = list[torch.Tensor](), list[Rows]()
+    for gradient, shape, begin in zip(gradients, shapes, begins):
         shard, offsets = local_shard_and_offsets(gradient)
-        dims = min(max(gradient.ndim - 1, 1), 2, gradient.ndim)
-        grid = torch.zeros(gradient.shape[:dims], dtype=torch.float64, device=shard.device)
-        own = tuple(slice(o, o + n) for o, n in zip(offsets[:dims], shard.shape[:dims]))
-        if shard.numel():
-            rows = shard.reshape(shard.shape[:dims].numel(), -1)
-            blocks = rows.split(max(BLOCK // rows.shape[1], 1))  # fp64 copies of a whole head are large
-            grid[own] = torch.cat([_fold(block.double().square_()) for block in blocks]).view(
-                shard.shape[:dims]
-            )
-        cells.append(grid.view(-1))
-    of_all = torch.cat(cells)
+        if not shard.numel():
+            continue
+        num = shard.shape[: len(shape)].numel()
+        inner, stride = (shard.shape[1], shape[1]) if len(shape) == 2 else (1, 1)
+        begin += sum(offset * n for offset, n in zip(offsets, (stride, 1)[: len(shape)]))
+        shards.append(shard.contiguous())
+        places.append(Rows(num, shard.numel() // num, begin, inner, stride))
+    write_squares(shards, places, of_all)
     if mesh.degrees.dp_shard > 1:
         assert mesh.device_mesh is not None
         dist.all_reduce(of_all, group=mesh.device_mesh["dp_shard"].get_group())  # adds zeros
     # From here on all shapes are those of whole tensors, and kernels for equal shapes add in one order.
-    return torch.stack([own.sum() for own in of_all.split([len(own) for own in cells])])
+    return torch.stack(foreach_norm(of_all.split(sizes), 1))  # no cell is negative
+
+
+def write_squares(shards: Sequence[torch.Tensor], places: Sequence[Rows], out: torch.Tensor) -> None:
+    """Write the sum of the squares of each row of `shards`, contiguous, to `out`, fp64. The bits of a sum
+    depend on its row alone."""
+    if out.is_cuda and shards:
+        from titanlite.parallel import same_bits_kernels
+
+        same_bits_kernels.write_squares(shards, places, out)
+        return
+    for shard, place in zip(shards, places):
+        rows = shard.view(place.num, place.width)
+        blocks = rows.split(max(BLOCK // place.width, 1))  # fp64 copies of a whole head are large
+        sums = torch.cat([_fold(block.double().square_()) for block in blocks])
+        size = (place.num // place.inner, place.inner)
+        out.as_strided(size, (place.stride, 1), place.begin).copy_(sums.view(size))
 
 
 def _fold(rows: torch.Tensor) -> torch.Tensor:
