@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.test_fsdp_memory import SHAPE
 from tests.support.gpu import column, on_two_gpus, run
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.state_digest import combine, digests_of_checkpoint
@@ -34,6 +33,7 @@ KEYS = [
     "--lr_scheduler.total_steps=6",
     "--checkpoint.interval=3",
 ]
+SHAPE = {"dim": 1024, "n_layers": 4, "hidden_dim": 4096, "vocab_size": 8192}
 VARIANTS = {
     "eager": [],
     "compiled": ["--compile.enable"],
