@@ -29,9 +29,10 @@ def written_by_another_stream(allocate: bool) -> torch.Tensor:
     cuda = torch.device("cuda", 0)
     parameter = SimpleNamespace(sharded_param=SimpleNamespace(grad=None), orig_dtype=torch.float32)
     other = torch.cuda.Stream()
-    torch.cuda.synchronize()
     with determinism(True):
-        torch.cuda._sleep(200_000_000)  # cycles: about a tenth of a second
+        torch.empty(1000, device=cuda).fill_(1)  # CUDA may wait for the device when it loads a kernel
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1_000_000_000)  # cycles: about half a second
         if allocate:
             with torch.cuda.stream(other):
                 memory = _allocate_reduction([parameter], (1000,), dtype=torch.float32, device=cuda)
