@@ -1,5 +1,5 @@
-"""On layouts that cut no rows, the digests of weights in metrics.jsonl are those of the checkpoints of the same
-steps, which are saved in the background meanwhile."""
+"""On layouts that cut no rows, a digest of weights in metrics.jsonl is that of the checkpoint of its step.
+Checkpoints are saved in the background meanwhile."""
 
 from __future__ import annotations
 

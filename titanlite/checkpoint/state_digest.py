@@ -51,7 +51,7 @@ def hash_shard(
     if size <= HASH_BYTES:
         cells = array.tobytes()
     else:
-        cells = b"".join(hashlib.sha256(cell).digest() for cell in array.reshape(-1, size))
+        cells = b"".join(hashlib.sha256(cell.data).digest() for cell in array.reshape(-1, size))
     hashes = np.frombuffer(cells, np.uint8).reshape(*tensor.shape[:dims], min(size, HASH_BYTES))
     return HashedShard(name, str(tensor.dtype), shape, offsets[:dims], hashes)
 

@@ -79,8 +79,8 @@ def all_verdicts(runs: Sequence[RecordedRun]) -> list[tuple[str, list[Verdict], 
             "No verdict on the loss: the difference is neither clear nor small.",
         )
         if len(delta) < MIN_POINTS:
-            num = f"{len(delta)} logged points at equal tokens"
-            note = f"No verdict on the loss: {num}, {MIN_POINTS} are needed."
+            points = f"{len(delta)} logged points at equal tokens"
+            note = f"No verdict on the loss: {points}, {MIN_POINTS} are needed."
         verdicts = pair_verdicts((runs[0].name, run.name), delta, have_same_sequences(runs[0], run))
         weights = weights_verdicts(runs[0].weights_digests(), run.weights_digests())
         sections.append((title, [*weights, *verdicts], "" if verdicts else note))
