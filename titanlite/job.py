@@ -188,6 +188,7 @@ class Job:
         if training.enable_cpu_offload:
             self.optimizer.check_cpu_offload()
         self.guard.check(self.checkpoint.enable)
+        self.metrics.check(degrees)
         if self.data.stream is not None:
             weighted = [i for i, stage in enumerate(self.stages) if stage.weights is not None]
             check_streamed_run(weighted, self.amounts(), self.guard.on_spike == "rewind")

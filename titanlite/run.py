@@ -38,6 +38,7 @@ from titanlite.metrics.step_times import StepTimes
 from titanlite.metrics.token_metrics import TokenMetrics
 from titanlite.metrics.token_statistics import TokenStatistics
 from titanlite.metrics.training import CompileMetrics, ModelMetrics, TrainingMetrics
+from titanlite.metrics.weights_digest import WeightsDigest
 from titanlite.optim.ema import WeightAverage
 from titanlite.parallel.clip import Clipper
 from titanlite.parallel.sharded_model import ShardedModel
@@ -237,7 +238,7 @@ class Run:
         statistics = ParameterStatistics(model.net, state.optimizer, job.optimizer, rt.ranks)
         loads, learning_rate = model.expert_loads, partial(job.learning_rate, self.parts.stages)
         extra = MeasuredRun(model=model, optimizer=state.optimizer, rt=rt, tokenizer=self.parts.tokenizer)
-        return [
+        metrics: list[OpenMetric] = [
             TrainingMetrics(state, self.guard, rt.ranks, learning_rate, self.remaining_tokens),
             ModelMetrics(model, rt.ranks),
             ExpertMetrics(loads, sinks),
@@ -250,6 +251,9 @@ class Run:
             ProbeMetrics(model, sinks, probe_is_due, self.meter.untimed),
             *(metric.build(extra) for metric in job.metrics.extra),
         ]
+        if job.metrics.digest_freq:
+            metrics.append(WeightsDigest(model.net, rt, job.metrics.digest_is_due, self.meter.untimed))
+        return metrics
 
     def measure(self, step: StepResult) -> dict[str, Any]:
         """The values of all metrics in a step. Raises ConfigError if two metrics report under one name. Waits

@@ -92,10 +92,10 @@ def test_resumes_on_other_numbers_keep_the_bits(run: Run, hops: tuple[int, ...])
     assert state == whole
 
 
-def test_losses_and_norms_have_equal_bits_too(tmp_path: Path, run: Run) -> None:
+def test_losses_norms_and_digests_have_equal_bits_too(tmp_path: Path, run: Run) -> None:
     for ranks in (1, 2):
-        run(ranks, ON, name=f"of-{ranks}")
-    keys = ("train/loss", "train/grad_norm", "data/batch_sha")
+        run(ranks, ON, "--metrics.digest_freq=1", name=f"of-{ranks}")
+    keys = ("train/loss", "train/grad_norm", "data/batch_sha", "train/weights_digest")
     of_1, of_2 = ([[row[k] for k in keys] for row in metrics_in(tmp_path / f"of-{n}")] for n in (1, 2))
     assert of_1 == of_2
 

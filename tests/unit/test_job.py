@@ -661,7 +661,7 @@ def test_every_section_with_numbers_of_steps_takes_amounts(path):
         "lr_scheduler.warmup_steps", "lr_scheduler.decay_start", "lr_scheduler.total_steps", "ema.start_step",
         "ema.freq", "checkpoint.interval", "checkpoint.keep_every_n_steps",
         "validation.freq", "generation.freq", "metrics.log_freq", "metrics.detail_freq",
-        "metrics.probe_freq",
+        "metrics.probe_freq", "metrics.digest_freq",
     ]  # fmt: skip
     given = [f"--{key}={i + 1} epochs" for i, key in enumerate(keys)]
     job = load_job(path, ["--training.steps=2 epochs", *given])

@@ -2,13 +2,15 @@
 
 It is a tree of SHA-256: over the cells of a tensor, which no data-parallel layout cuts, over the tensor with
 its name, dtype and shape, and over all tensors in the order of their names. A cell is a row, or, for tensors
-with three dims, a row of a row: FSDP shards experts along their second dim. Each rank hashes its own shards.
+with three dims, a row of a row: FSDP shards experts along their second dim. Cells of up to 32 bytes, such as
+the elements of norms, are not hashed but stand for themselves. Each rank hashes its own shards.
 
 The state has the steps that an optimizer counts, and nothing else of steps, sequences and times."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import NamedTuple
@@ -23,8 +25,9 @@ HASH_BYTES = 32
 
 
 class HashedShard(NamedTuple):
-    """The hashes of the cells of a shard, uint8 [*cells along each dim, 32]. `name`: DCP's name of the
-    tensor, such as `model.norm.weight`. `shape`: of the whole tensor. `offsets`: of the shard's cells."""
+    """The hashes of the cells of a shard, uint8 [*cells along each dim, 32], or the cells themselves if they
+    are no longer. `name`: DCP's name of the tensor, such as `model.norm.weight`. `shape`: of the whole
+    tensor. `offsets`: of the shard's cells."""
 
     name: str
     dtype: str
@@ -43,13 +46,14 @@ def hash_shard(
     dims = _cell_dims(len(shape))
     if tuple(tensor.shape[dims:]) != shape[dims:]:
         return None
-    data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-    grid = tuple(tensor.shape[:dims])
-    num_cells = int(np.prod(grid, dtype=np.int64))
-    size = len(data) // num_cells if num_cells else 0
-    hashes = [hashlib.sha256(data[i * size : (i + 1) * size]).digest() for i in range(num_cells)]
-    array = np.frombuffer(b"".join(hashes), np.uint8).reshape(*grid, HASH_BYTES)
-    return HashedShard(name, str(tensor.dtype), shape, offsets[:dims], array)
+    size = math.prod(shape[dims:]) * tensor.itemsize
+    array = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    if size <= HASH_BYTES:
+        cells = array.tobytes()
+    else:
+        cells = b"".join(hashlib.sha256(cell.data).digest() for cell in array.reshape(-1, size))
+    hashes = np.frombuffer(cells, np.uint8).reshape(*tensor.shape[:dims], min(size, HASH_BYTES))
+    return HashedShard(name, str(tensor.dtype), shape, offsets[:dims], hashes)
 
 
 def _cell_dims(ndim: int) -> int:
@@ -63,7 +67,7 @@ def tensor_digests(shards: Iterable[HashedShard]) -> dict[str, str]:
     headers = dict[str, str]()
     for name, dtype, shape, offsets, hashes in shards:
         if name not in grids:
-            grids[name] = np.zeros((*shape[: _cell_dims(len(shape))], HASH_BYTES), np.uint8)
+            grids[name] = np.zeros((*shape[: _cell_dims(len(shape))], hashes.shape[-1]), np.uint8)
             headers[name] = f"{name} {dtype} {shape}\n"
         grids[name][tuple(slice(o, o + n) for o, n in zip(offsets, hashes.shape))] = hashes
     return {

@@ -25,6 +25,7 @@ from titanlite.metrics.sinks.events import EventLog
 from titanlite.metrics.sinks.jsonl import JsonLines, Tables
 from titanlite.metrics.sinks.samples import Samples
 from titanlite.metrics.sinks.tensorboard import TensorBoard
+from titanlite.parallelism import Degrees
 from titanlite.step_clock import StepClock
 
 
@@ -42,6 +43,9 @@ class Metrics:
     probe_freq: Interval = 0
     """Steps between probes of each block's residual stream, attention and dead MLP units. 0: none; otherwise
     also at the run's first and last step."""
+    digest_freq: Interval = 0
+    """Steps between digests of the weights, with which `titanlite compare` finds the first step at which runs
+    differ. Training waits while each rank hashes its shards. Not with tensor parallel. 0: none."""
     extra: list[Metric] = field(default_factory=list)
     """Metrics from outside the package, one `[[metrics.extra]]` table each, measured in every report."""
     sinks: list[Sink] = field(default_factory=lambda: [TensorBoard()])
@@ -50,16 +54,24 @@ class Metrics:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "log_freq")
-        check_at_least(self, 0, "detail_freq", "probe_freq")
+        check_at_least(self, 0, "detail_freq", "probe_freq", "digest_freq")
         names = [sink.name for sink in self.sinks]
         for i, name in enumerate(names):
             if name in names[:i]:
                 raise ConfigError(f"{name!r} is named twice", f"sinks.{i}.name")
 
+    def check(self, degrees: Degrees) -> None:
+        """Raises ConfigError for digests of weights whose rows a layout cuts: a digest is made of rows."""
+        if self.digest_freq and degrees.tp > 1:
+            raise ConfigError(
+                f"not with parallelism.tensor_parallel_degree = {degrees.tp}, which cuts rows of weights",
+                "metrics.digest_freq",
+            )
+
     def is_due(self, step: int, last_step: int) -> bool:
         """Whether `step` has a report, whatever happens in it."""
         is_extended = self.detail_is_due(step, last_step) or self.probe_is_due(step, last_step)
-        return step == last_step or step % self.log_freq == 0 or is_extended
+        return step == last_step or step % self.log_freq == 0 or is_extended or self.digest_is_due(step)
 
     def detail_is_due(self, step: int, last_step: int) -> bool:
         """Whether `step` has a detailed report."""
@@ -68,6 +80,10 @@ class Metrics:
     def probe_is_due(self, step: int, last_step: int) -> bool:
         """Whether `step` has a probe."""
         return _is_due(self.probe_freq, step, last_step)
+
+    def digest_is_due(self, step: int) -> bool:
+        """Whether `step` has a digest of the weights."""
+        return self.digest_freq > 0 and step % self.digest_freq == 0
 
     def open_sinks(self, run: RunInfo) -> Sinks:
         """All sinks of a run; for rank 0. Raises ConfigError for one that cannot work as it is set."""
@@ -160,6 +176,7 @@ class Meter:
             time/tasks_s (s): scoring of tasks
             time/generation_s (s): samples
             time/probe_s (s): [probes](#the-probe)
+            time/digest_s (s): digests of the weights (`metrics.digest_freq`)
             time/rewind_s (s): a rewind after a spike ([numerics.md](numerics.md#rewinds))
             time/profiling_s (s): writing of profiles
             checkpoint/stall_s (s): pause of training for a save

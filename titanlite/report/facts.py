@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.report.charts import short
-from titanlite.report.pairs import difference, pair_verdicts
+from titanlite.report.pairs import difference, pair_verdicts, weights_verdicts
 from titanlite.report.recorded_run import MAX_NAMED, RecordedRun, listed
 from titanlite.report.timeline import duration, gpu_hours, timeline
 from titanlite.report.verdicts import MIN_POINTS, Verdict, verdicts_of
@@ -76,12 +76,14 @@ def all_verdicts(runs: Sequence[RecordedRun]) -> list[tuple[str, list[Verdict], 
         delta = difference(runs[0].series("train/loss"), run.series("train/loss"))
         title, note = (
             f"{run.name} against {runs[0].name}",
-            "No verdict: the difference is neither clear nor small.",
+            "No verdict on the loss: the difference is neither clear nor small.",
         )
         if len(delta) < MIN_POINTS:
-            note = f"No verdict: {len(delta)} logged points at equal tokens, {MIN_POINTS} are needed."
+            points = f"{len(delta)} logged points at equal tokens"
+            note = f"No verdict on the loss: {points}, {MIN_POINTS} are needed."
         verdicts = pair_verdicts((runs[0].name, run.name), delta, have_same_sequences(runs[0], run))
-        sections.append((title, verdicts, "" if verdicts else note))
+        weights = weights_verdicts(runs[0].weights_digests(), run.weights_digests())
+        sections.append((title, [*weights, *verdicts], "" if verdicts else note))
     return sections
 
 

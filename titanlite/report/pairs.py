@@ -1,6 +1,9 @@
-"""The difference of two runs at equal numbers of tokens, and the verdict on it."""
+"""The difference of two runs at equal numbers of tokens, and the verdicts on it and on their weights."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import takewhile
 
 import numpy as np
 
@@ -45,3 +48,16 @@ def pair_verdicts(names: tuple[str, str], delta: Series, are_paired: bool) -> li
         text = f"{lower} ends with a loss that is lower by {abs(estimate.value):.3g} nats"
         return [Verdict("lower", text, evidence, start, "note")]
     return []
+
+
+def weights_verdicts(first: Mapping[int, str], other: Mapping[int, str]) -> list[Verdict]:
+    """The verdict on the digests of the weights of two runs, by step; none if no step has one of both."""
+    steps = sorted(first.keys() & other.keys())
+    equal = list(takewhile(lambda step: first[step] == other[step], steps))
+    number = "1 step" if len(equal) == 1 else f"{len(equal):,} steps"
+    texts = [f"equal in {number}, up to step {equal[-1]:,}"] if equal else []
+    if len(equal) == len(steps):
+        return [Verdict("weights", texts[0], "", equal[-1], "good")] if equal else []
+    step = steps[len(equal)]
+    headline = "; ".join([f"the digests differ, first at step {step:,}", *texts])
+    return [Verdict("weights", headline, "", step, "note")]

@@ -22,6 +22,7 @@ from titanlite.report.events import RunEvent, events_of
 METRICS, SUPERSEDED, EVENTS = "metrics.jsonl", "metrics.superseded.jsonl", "events.jsonl"
 EXPERT_LOADS = "expert_loads.jsonl"
 SAMPLES, SOURCES = "samples.txt", "sources.json"
+WEIGHTS_DIGEST = "train/weights_digest"
 TOKENS, SEQUENCES = "progress/total_tokens", "progress/sequences"
 MAX_STEP = 2**53
 MAX_NAMED = 5  # lines, sources and the like that are named one by one
@@ -55,7 +56,8 @@ class RecordedStage(NamedTuple):
 
 
 class SavedCheckpoint(NamedTuple):
-    """A checkpoint of the run, from its manifest. `fault`: why it cannot be trusted, or empty."""
+    """A checkpoint of the run, from its manifest. `fault`: why it cannot be trusted, or empty.
+    `weights_digest`: empty if it is not known."""
 
     step: int
     saved_at: str
@@ -63,6 +65,7 @@ class SavedCheckpoint(NamedTuple):
     num_ranks: int
     is_kept: bool
     fault: str
+    weights_digest: str = ""
 
 
 class RecordedLoads(NamedTuple):
@@ -122,6 +125,12 @@ class RecordedRun:
         """Return the last finite value of a metric."""
         values = self.series(key).finite().values
         return float(values[-1]) if len(values) else None
+
+    def weights_digests(self) -> dict[int, str]:
+        """Return the digests of the weights by step, from manifests of checkpoints and from reports."""
+        saved = [(checkpoint.step, checkpoint.weights_digest) for checkpoint in self.checkpoints]
+        reported = [(record["step"], record.get(WEIGHTS_DIGEST)) for record in self.records]
+        return {step: text for step, text in [*saved, *reported] if isinstance(text, str) and text}
 
     def setting(self, key: str, *kinds: type) -> Any:
         """Return the value of a key of job.toml, such as `optimizer.lr`; None if it is not there, or is of
@@ -385,8 +394,11 @@ def _checkpoint(step: int, path: Path) -> SavedCheckpoint:
         reason = commit.fault(path, step) or ""
         manifest = commit.read_manifest(path)
         size = sum(digest.size for digest in commit.digests(manifest).values())
-        return SavedCheckpoint(
+        saved = SavedCheckpoint(
             step, manifest["saved_at"], size, manifest["ranks"], commit.is_kept(path), reason
         )
+        digests = manifest.get("digest")
+        text = digests.get("weights") if isinstance(digests, dict) and not reason else None
+        return saved._replace(weights_digest=text) if isinstance(text, str) else saved
     except (OSError, ValueError, commit.CheckpointError) as e:
         return SavedCheckpoint(step, "", 0, 0, False, str(e))

@@ -23,6 +23,7 @@ PAUSES = {
     "tasks": "time/tasks_s",
     "samples": "time/generation_s",
     "probes": "time/probe_s",
+    "digests": "time/digest_s",
     "saves": "checkpoint/stall_s",
     "profiles": "time/profiling_s",
     "rewinds": "time/rewind_s",

@@ -9,6 +9,8 @@ from titanlite.checkpoint.state_digest import HashedShard, combine, hash_shard, 
 STATE = {
     "model.a": torch.randn(10, 3),
     "model.b": torch.randn(7),
+    "model.eight": torch.randn(6, 8),  # rows of 32 bytes, which are not hashed
+    "model.nine": torch.randn(2, 9),  # and fewer rows than shards
     "model.experts": torch.randn(4, 6, 5).bfloat16(),
     "optimizer.a.step": torch.tensor(3.0),
     "optimizer.a.codes": torch.arange(20, dtype=torch.int8).view(5, 4),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.curves import falling, noise_like, write_run
+from titanlite.checkpoint import commit
 from titanlite.cli import run
 from titanlite.report.compare import comparison
 from titanlite.report.page import report
@@ -72,6 +73,53 @@ def test_skipped_steps_are_one_to_a_line(folders: list[Path]) -> None:
     at = lines.index("  skipped steps: 2 steps skipped")
     assert lines[at + 1 : at + 3] == [f"      skipped step {n}: loss {n} nats" for n in (7, 9)]
     assert "skipped step 7: loss 7 nats<br>skipped step 9: loss 9 nats<" in report(runs)
+
+
+def with_digests(folder: Path, digests: list[str | None]) -> Path:
+    return write_run(folder, {"train/loss": falling(len(digests)), "train/weights_digest": digests})
+
+
+def with_checkpoint(folder: Path, step: int, digest: object) -> None:
+    """Save a checkpoint without tensors."""
+    (folder / "checkpoint").mkdir(exist_ok=True)
+    partial = commit.begin(folder / "checkpoint", step)
+    commit.commit(partial, step, {}, {}, {"saved_at": "", "ranks": 1, "digest": digest})
+
+
+def weights_of(first: Path, other: Path) -> list[str]:
+    lines = comparison([read_run(folder, folder.name) for folder in (first, other)]).splitlines()
+    return [line.strip() for line in lines if "weights" in line or "digests" in line]
+
+
+def test_the_first_step_with_other_weights_is_named(tmp_path: Path) -> None:
+    first = with_digests(tmp_path / "a", ["1", "2", "3", None])
+    equal = with_digests(tmp_path / "b", ["1", "2", None, "4"])
+    later = with_digests(tmp_path / "c", ["1", "5", "3"])
+    other = with_digests(tmp_path / "d", ["0", "2", "3"])
+    assert weights_of(first, equal) == ["weights: equal in 2 steps, up to step 2"]
+    assert weights_of(first, later) == [
+        "weights: the digests differ, first at step 2; equal in 1 step, up to step 1"
+    ]
+    assert weights_of(first, other) == ["weights: the digests differ, first at step 1"]
+    assert "the digests differ, first at step 2; equal" in report(
+        [read_run(p, p.name) for p in (first, later)]
+    )
+
+
+def test_weights_of_checkpoints_are_compared(tmp_path: Path) -> None:
+    first, other = (with_digests(tmp_path / name, ["1", None, None]) for name in "ab")
+    for folder, digest in ((first, "3"), (other, "4")):
+        with_checkpoint(folder, 2, {"weights": "2", "state": digest})
+        with_checkpoint(folder, 3, {"weights": digest})
+    assert weights_of(first, other) == [
+        "weights: the digests differ, first at step 3; equal in 2 steps, up to step 2"
+    ]
+
+
+def test_without_digests_of_the_same_steps_nothing_is_said_of_weights(tmp_path: Path) -> None:
+    first, later = with_digests(tmp_path / "a", ["1", None]), with_digests(tmp_path / "b", [None, "1"])
+    with_checkpoint(later, 1, ["edited"])
+    assert weights_of(first, later) == []
 
 
 def test_one_run_is_refused(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
