@@ -4,6 +4,7 @@ of data-parallel ranks, also across resumes on other numbers. The controls diffe
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.golden import EXPERTS
+from tests.support.checkpoints import archived
+from tests.support.golden import EXPERTS, LATENT
 from tests.support.jobs import make_job, metrics_in
+from tests.support.non_finite import WATCHED, bad_steps
 from tests.support.runs import PP, TP, UNTIED, train_on_rank
+from tests.support.spikes import garbage_sequences
+from tests.support.staged import STAGED, STEPS, staged
 from tests.support.tiers import full
+from titanlite import cli
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.reader import read_metadata, read_tensor
 from titanlite.checkpoint.state_digest import combine, digests_of_checkpoint
 from titanlite.config.component import ConfigError
 from titanlite.mesh import local_shard
+from titanlite.metrics import spikes
 from titanlite.parallel import clip
 from titanlite.parallel.same_bits import OrderedReduceScatter
 from titanlite.train import train
@@ -32,6 +39,9 @@ BF16 = "--training.mixed_precision_param=bfloat16"
 HSDP = "--parallelism.data_parallel_replicate_degree=2"
 GUARD = ["--guard.skip_sigma=6.0", "--guard.min_window=2"]
 FULL_CHECKPOINT = "--activation_checkpoint.mode=full"
+FOUR_EXPERTS = "--model.overrides.n_experts=4"  # two on each of the first two ranks; none on the third
+CHUNKED = ["--loss.name=chunked_cross_entropy", "--loss.chunk_tokens=24", "--loss.z_loss_multiplier=1e-4"]
+BIASED = ["--model.name=deepseek_v3", *EXPERTS, *LATENT, "--moe.load_balance=bias", "--moe.z_loss_coeff=0.1"]
 
 Run = Callable[..., dict[str, str]]
 
@@ -44,7 +54,7 @@ def run(tmp_path: Path, corpus: Path, run_on: Callable[..., Any]) -> Run:
 
     def run(ranks: int, *keys: str, steps: int = 4, name: str = "", on_rank: Any = train_on_rank) -> Any:
         name = name or next(names)
-        keys = (*KEYS, *keys, f"--training.steps={steps}", "--lr_scheduler.total_steps=8")
+        keys = (*KEYS, "--lr_scheduler.total_steps=8", *keys, f"--training.steps={steps}")
         run_on(ranks, on_rank, tmp_path, corpus, list(keys), name, ranks)
         return state_of(tmp_path / name / f"checkpoint/step-{steps}")
 
@@ -77,6 +87,11 @@ def state_of(checkpoint: Path) -> dict[str, str]:
         full(3, ["--model.name=qwen3", FULL_CHECKPOINT, "--ema.enable", *GUARD]),
         full(3, ["--training.clip=tensor", "--data.packing=best_fit", "--data.mask_documents"]),
         full(2, ["--compile.enable", BF16]),
+        full(6, [HSDP]),  # three shards of a hidden size of 32, each in two parts
+        full(3, ["--model.name=qwen3_moe", *EXPERTS, FOUR_EXPERTS, "--moe.load_balance=sequence"]),
+        full(3, [*BIASED, "--moe.sequence_loss_coeff=0.01"]),
+        full(3, ["--optimizer.name=muon", "--optimizer.normalize=neuron", "--optimizer.state_dtype=bfloat16"]),
+        full(3, [*CHUNKED, "--data.num_workers=1", "--validation.enable", "--metrics.detail_freq=2"]),
     ],
 )
 def test_any_number_of_ranks_has_the_bits_of_one(run: Run, ranks: int, keys: list[str]) -> None:
@@ -90,6 +105,92 @@ def test_resumes_on_other_numbers_keep_the_bits(run: Run, hops: tuple[int, ...])
     for i, ranks in enumerate(hops):
         state = run(ranks, ON, steps=2 * (i + 1), name="hops")
     assert state == whole
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A small model as a Hugging Face directory."""
+    folder = tmp_path_factory.mktemp("base")
+    job = make_job(folder, corpus, "--training.steps=1")
+    assert train(job) == 0
+    assert cli.run(["export", str(job.folder), str(folder / "hf")]) == 0
+    return folder / "hf"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("keys", [[], [BF16, "--optimizer.name=muon", "--training.clip=tensor"]], ids=str)
+def test_adapters_of_a_frozen_model(run: Run, base: Path, keys: list[str]) -> None:
+    keys = [ON, *keys, "--lora.enable", "--lora.rank=3", f"--checkpoint.initial_load_path={base}"]
+    whole = run(1, *keys)
+    run(2, *keys, steps=2, name="hops")
+    assert run(3, *keys, name="hops") == whole
+    assert any(name.endswith("lora_B.weight") for name in whole)
+    assert "model.model.norm.weight" not in whole
+
+
+@pytest.mark.full
+def test_stages_and_a_batch_ramp(tmp_path: Path, run: Run) -> None:
+    """Steps of 4, 8 and 16 sequences, sequences of 16 and 32 tokens, three mixtures, and schedules."""
+    keys = [ON, *STAGED, "--lr_scheduler.total_steps=16"]
+    whole = run(1, *keys, steps=STEPS, name="whole")
+    for ranks, steps in ((2, 5), (4, 8), (2, STEPS)):
+        state = run(ranks, *keys, steps=steps, name="hops")
+    assert state == whole
+    tokens = [line["progress/total_tokens"] for line in metrics_in(tmp_path / "whole")]
+    assert len({after - before for before, after in zip(tokens, tokens[1:])}) > 2
+
+
+def with_strict_averages(*args: Any) -> None:
+    """Train on one rank of a run that limits each gradient from step 2 on."""
+    with patch.object(clip, "GLOBAL_STEPS", 1):
+        train_on_rank(*args)
+
+
+@pytest.mark.full
+def test_clipping_by_averages_of_norms(tmp_path: Path, run: Run) -> None:
+    keys = [ON, "--training.clip=tensor", BF16, "--metrics.detail_freq=1"]
+    whole = run(1, *keys, on_rank=with_strict_averages, name="whole")
+    assert run(3, *keys, on_rank=with_strict_averages) == whole
+    assert run(3, *keys) != whole, "control: clips by the total norm"
+    assert any(line.get("train/clipped_tensors") for line in metrics_in(tmp_path / "whole")[1:])
+
+
+def with_outliers(*args: Any) -> None:
+    """Train on one rank, with random tokens in three steps."""
+    with bad_steps({14, 15, 17}, "random tokens"):
+        train_on_rank(*args)
+
+
+def with_nan(*args: Any) -> None:
+    """Train on one rank, with NaN in the gradients of the last rank in three steps."""
+    with bad_steps({3, 4, 6}):
+        train_on_rank(*args)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("on_rank", [with_outliers, with_nan])
+def test_skipped_steps(tmp_path: Path, run: Run, on_rank: Any) -> None:
+    keys = [ON, *WATCHED]
+    whole = run(1, *keys, steps=20, on_rank=on_rank, name="whole")
+    run(2, *keys, steps=16, on_rank=on_rank, name="hops")
+    assert run(3, *keys, steps=20, on_rank=on_rank, name="hops") == whole
+    assert metrics_in(tmp_path / "hops")[-1]["train/skipped_steps"] == 3
+
+
+def with_a_spike(*args: Any) -> None:
+    """Train on one rank of a run that rewinds after the sequences of 24 steps, which are random tokens."""
+    with garbage_sequences(800, 991), patch.object(spikes, "BEFORE", 64):
+        train_on_rank(*args)
+
+
+@pytest.mark.full
+def test_a_rewind(tmp_path: Path, run: Run) -> None:
+    keys = [ON, "--training.seq_len=16", "--training.global_batch_size=8", "--model.overrides.n_layers=1"]
+    keys += ["--optimizer.lr=1e-3", "--lr_scheduler.total_steps=2000", "--checkpoint.interval=20"]
+    keys += ["--guard.on_spike=rewind", "--guard.rewind_margin=15"]
+    states = [run(n, *keys, steps=150, on_rank=with_a_spike, name=f"of-{n}") for n in (1, 4)]
+    assert states[0] == states[1]
+    assert archived(tmp_path / "of-1") == archived(tmp_path / "of-4") == [[100, 120]]
 
 
 def test_losses_and_norms_have_equal_bits_too(tmp_path: Path, run: Run) -> None:
