@@ -4,7 +4,7 @@ of data-parallel ranks, also across resumes on other numbers. The controls diffe
 from __future__ import annotations
 
 import hashlib
-import json
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from titanlite.mesh import local_shard
 from titanlite.metrics import spikes
 from titanlite.parallel import clip
 from titanlite.parallel.same_bits import OrderedReduceScatter
+from titanlite.runtime import process
 from titanlite.train import train
 
 ON = "--training.same_bits_on_any_ranks"
@@ -39,6 +40,8 @@ BF16 = "--training.mixed_precision_param=bfloat16"
 HSDP = "--parallelism.data_parallel_replicate_degree=2"
 GUARD = ["--guard.skip_sigma=6.0", "--guard.min_window=2"]
 FULL_CHECKPOINT = "--activation_checkpoint.mode=full"
+MOE = ["--model.name=qwen3_moe", *EXPERTS]
+NORMUON = ["--optimizer.name=muon", "--optimizer.normalize=neuron", "--optimizer.split_heads"]
 FOUR_EXPERTS = "--model.overrides.n_experts=4"  # two on each of the first two ranks; none on the third
 CHUNKED = ["--loss.name=chunked_cross_entropy", "--loss.chunk_tokens=24", "--loss.z_loss_multiplier=1e-4"]
 BIASED = ["--model.name=deepseek_v3", *EXPERTS, *LATENT, "--moe.load_balance=bias", "--moe.z_loss_coeff=0.1"]
@@ -82,15 +85,15 @@ def state_of(checkpoint: Path) -> dict[str, str]:
         full(4, [HSDP, BF16]),
         full(3, ["--optimizer.name=muon"]),
         full(3, ["--optimizer.state_dtype=int8"]),
-        full(3, ["--model.name=qwen3_moe", *EXPERTS]),
-        full(4, ["--model.name=qwen3_moe", *EXPERTS, "--moe.load_balance=global", BF16]),
+        full(3, MOE),
+        full(4, [*MOE, "--moe.load_balance=global", BF16]),
         full(3, ["--model.name=qwen3", FULL_CHECKPOINT, "--ema.enable", *GUARD]),
         full(3, ["--training.clip=tensor", "--data.packing=best_fit", "--data.mask_documents"]),
         full(2, ["--compile.enable", BF16]),
         full(6, [HSDP]),  # three shards of a hidden size of 32, each in two parts
-        full(3, ["--model.name=qwen3_moe", *EXPERTS, FOUR_EXPERTS, "--moe.load_balance=sequence"]),
+        full(3, [*MOE, FOUR_EXPERTS, "--moe.load_balance=sequence"]),
         full(3, [*BIASED, "--moe.sequence_loss_coeff=0.01"]),
-        full(3, ["--optimizer.name=muon", "--optimizer.normalize=neuron", "--optimizer.state_dtype=bfloat16"]),
+        full(3, [*NORMUON, "--optimizer.state_dtype=bfloat16"]),
         full(3, [*CHUNKED, "--data.num_workers=1", "--validation.enable", "--metrics.detail_freq=2"]),
     ],
 )
@@ -137,7 +140,7 @@ def test_stages_and_a_batch_ramp(tmp_path: Path, run: Run) -> None:
         state = run(ranks, *keys, steps=steps, name="hops")
     assert state == whole
     tokens = [line["progress/total_tokens"] for line in metrics_in(tmp_path / "whole")]
-    assert len({after - before for before, after in zip(tokens, tokens[1:])}) > 2
+    assert len({after - before for before, after in itertools.pairwise(tokens)}) > 2
 
 
 def with_strict_averages(*args: Any) -> None:
@@ -201,16 +204,23 @@ def test_losses_and_norms_have_equal_bits_too(tmp_path: Path, run: Run) -> None:
     assert of_1 == of_2
 
 
-def test_the_manifest_has_the_digests_and_the_conditions(tmp_path: Path, run: Run) -> None:
+def test_the_manifest_has_the_digests_and_the_conditions(
+    tmp_path: Path, run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
     run(2, ON, name="a")
     path = tmp_path / "a/checkpoint/step-4"
     manifest = commit.read_manifest(path)
     assert manifest["digest"] == combine(digests_of_checkpoint(path))
     assert manifest["bits"]["local_batch_size"] == 2
     assert "ended" not in manifest["bits"]
+    capfd.readouterr()
     run(2, ON, "--training.local_batch_size=4", name="a", steps=6)
     ended = commit.read_manifest(tmp_path / "a/checkpoint/step-6")["bits"]["ended"]
     assert ended == ["step 4: local_batch_size 2 -> 4"]
+    log = [line for line in capfd.readouterr().err.splitlines() if "other bits" in line]
+    assert [line[line.index("from step") :] for line in log] == [
+        "from step 4 on, the run has other bits than one on one rank: local_batch_size 2 -> 4"
+    ]
 
 
 # ---- controls
@@ -272,6 +282,10 @@ def test_control_other_sums_have_other_bits(run: Run, control: Callable[..., Non
 
 # ---- refused
 
+ZERO_BUBBLE = ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble", "--model.overrides.n_layers=6"]
+EIGHT_LATER = staged('until = "48 sequences"', 'until = "end", global_batch_size = 8')
+RAMP_OF_EIGHT = '--training.batch_ramp=[{ until = "48 sequences", global_batch_size = 8 }]'
+
 
 @pytest.mark.parametrize(
     ("world_size", "keys", "message"),
@@ -281,7 +295,24 @@ def test_control_other_sums_have_other_bits(run: Run, control: Callable[..., Non
         (2, [HSDP], "not with 2 unsharded copies"),
         (1, ["--training.enable_cpu_offload"], "not with training.enable_cpu_offload"),
         (1, ["--training.mixed_precision_reduce=bfloat16"], "not with training.mixed_precision_reduce"),
+        (1, ["--float8.enable", "--compile.enable"], "not with float8.enable"),
+        (1, ["--compile.enable", "--compile.cuda_graphs"], "not with compile.cuda_graphs"),
+        (1, ["--parallelism.fsdp_symmetric_memory"], "not with parallelism.fsdp_symmetric_memory"),
+        (2, [PP, UNTIED, *ZERO_BUBBLE], "not with parallelism.pipeline_parallel_degree = 2"),
+        (2, ["--parallelism.context_parallel_degree=2"], "not with parallelism.context_parallel_degree = 2"),
+        (
+            2,
+            [*MOE, "--parallelism.expert_parallel_degree=2"],
+            "not with parallelism.expert_parallel_degree",
+        ),
         (5, [], "5 ranks cannot share the 12 micro-batches of a step; .* allows 1, 2, 3, 4, 6, 12 data-"),
+        (3, [EIGHT_LATER], "3 ranks cannot share the 4 micro-batches of a step; .* allows 1, 2, 4 data-"),
+        (3, [RAMP_OF_EIGHT], "3 ranks cannot share the 4 micro-batches of a step; .* allows 1, 2, 4 data-"),
+        (
+            2,
+            [EIGHT_LATER.replace("8", "9")],
+            "9 sequences are not a multiple of local_batch_size 2 x 2",
+        ),
     ],
 )
 def test_what_cannot_keep_the_promise_is_refused(
@@ -290,6 +321,25 @@ def test_what_cannot_keep_the_promise_is_refused(
     with pytest.raises(ConfigError, match=message) as error:
         make_job(tmp_path, corpus, *KEYS, ON, *keys, world_size=world_size)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["stages.1", "training.batch_ramp.0"])
+def test_a_refusal_names_the_key_of_the_batch_size(tmp_path: Path, corpus: Path, key: str) -> None:
+    keys = EIGHT_LATER if key == "stages.1" else RAMP_OF_EIGHT
+    with pytest.raises(ConfigError, match="3 ranks cannot share the 4 micro-batches") as error:
+        make_job(tmp_path, corpus, *KEYS, ON, keys, world_size=3)
+    assert f"{key}.global_batch_size: " in str(error.value)
+
+
+def test_a_device_without_float64_is_refused(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "pick_device", lambda: torch.device("mps"))
+    with pytest.raises(ConfigError, match=r"float64, which Apple's GPUs \(mps\) lack") as error:
+        train(make_job(tmp_path, corpus, *KEYS, ON))
+    assert error.value.key == "training.same_bits_on_any_ranks"
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
 
 
 def test_without_the_key_one_process_is_not_sharded(tmp_path: Path, corpus: Path) -> None:
