@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,7 @@ def state_of(checkpoint: Path) -> dict[str, str]:
         full(3, ["--model.name=qwen3", FULL_CHECKPOINT, "--ema.enable", *GUARD]),
         full(3, ["--training.clip=tensor", "--data.packing=best_fit", "--data.mask_documents"]),
         full(2, ["--compile.enable", BF16]),
+        full(2, ["--compile.enable", FULL_CHECKPOINT, *MOE]),
         full(6, [HSDP]),  # three shards of a hidden size of 32, each in two parts
         full(3, [*MOE, FOUR_EXPERTS, "--moe.load_balance=sequence"]),
         full(3, [*BIASED, "--moe.sequence_loss_coeff=0.01"]),
@@ -141,6 +143,29 @@ def test_stages_and_a_batch_ramp(tmp_path: Path, run: Run) -> None:
     assert state == whole
     tokens = [line["progress/total_tokens"] for line in metrics_in(tmp_path / "whole")]
     assert len({after - before for before, after in itertools.pairwise(tokens)}) > 2
+
+
+def with_an_empty_cache(folder: Path, *args: Any) -> None:
+    """Train on one rank, whose kernels are compiled anew."""
+    cache = folder / f"cache-{os.getpid()}"
+    with patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(cache)):
+        train_on_rank(folder, *args)
+    assert list(cache.rglob("*.so")), "no kernel was compiled"
+
+
+@pytest.mark.full
+def test_compiled_anew_by_each_rank(run: Run) -> None:
+    keys = [ON, "--compile.enable", BF16, *CHUNKED]
+    assert run(2, *keys, on_rank=with_an_empty_cache) == run(1, *keys, on_rank=with_an_empty_cache)
+
+
+@pytest.mark.full
+def test_a_resumed_run_with_several_graphs_of_the_loss(run: Run) -> None:
+    """Chunks of 62 tokens have two sizes. The graph of the second may serve the first in later steps."""
+    keys = [ON, "--compile.enable", *CHUNKED, "--training.seq_len=31"]
+    whole = run(1, *keys)
+    run(2, *keys, steps=2, name="hops")
+    assert run(3, *keys, name="hops") == whole
 
 
 def with_strict_averages(*args: Any) -> None:
