@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from titanlite.config.component import Component, ConfigError, check_at_least
-from titanlite.torch_compat import loss_compile_options
+from titanlite.torch_compat import deterministic_options, loss_compile_options
 
 IGNORE = -100  # a target that does not count; torch's default of ignore_index
 
@@ -134,7 +134,10 @@ class CrossEntropy(Loss, name="cross_entropy"):
         def loss(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
             return cross_entropy(hidden_BTD, weight_VD, targets_BT, self.z_loss_multiplier)
 
-        return torch.compile(loss, fullgraph=True, dynamic=False, backend=backend) if backend else loss
+        if not backend:
+            return loss
+        options = deterministic_options(backend)
+        return torch.compile(loss, fullgraph=True, dynamic=False, backend=backend, options=options)
 
     @property
     def is_cross_entropy(self) -> bool:

@@ -132,6 +132,7 @@ def check_device(
 ) -> tuple[AttentionBackend, str]:
     """The attention backend for this device, and the name of its kernel. Raises ConfigError if the job needs
     something that the device lacks."""
+    job.training.check_device(device)
     job.float8.check_device(device)
     job.parallelism.check_device(device)
     job.compile.check_device(device)
@@ -283,18 +284,16 @@ def _spelled(skipped: SkippedSequences) -> str:
 def open_checkpoints(parts: Parts, rt: Runtime, start: Start, lock: FolderLock, kernel: str) -> Checkpointer:
     """The checkpoints of the run, whose folder is made and locked. `kernel`: of the attention. Collective."""
     config, distance = parts.job.checkpoint, parts.job.guard.rewind_distance
-    record = RunRecord(
-        parts.identity, parts.job_toml, bits_conditions(parts.job, rt, start.candidate, kernel)
-    )
+    record = RunRecord(parts.identity, parts.job_toml, bits_conditions(parts.job, rt, kernel))
     return Checkpointer(config, record, start, rt.ranks, lock, distance)
 
 
-def bits_conditions(job: Job, rt: Runtime, resumed: Candidate | None, kernel: str) -> dict[str, Any] | None:
+def bits_conditions(job: Job, rt: Runtime, kernel: str) -> dict[str, Any] | None:
     """The conditions under which runs have the same bits on any number of ranks; None without
-    training.same_bits_on_any_ranks. `ended`: why the run has other bits than one that was never resumed."""
+    training.same_bits_on_any_ranks. `kernel`: of the attention."""
     if not rt.mesh.same_bits:
         return None
-    conditions = {
+    return {
         "torch": torch.__version__,
         "device": device_name(rt.device),
         "dtype": str(rt.param_dtype).removeprefix("torch."),
@@ -306,18 +305,6 @@ def bits_conditions(job: Job, rt: Runtime, resumed: Candidate | None, kernel: st
         "cuda": torch.version.cuda or "",
         "cpu": torch.backends.cpu.get_cpu_capability(),
     }
-    if resumed is None:
-        return conditions
-    before = resumed.manifest.get("bits")
-    changes = ["trained without training.same_bits_on_any_ranks"]
-    if before is not None:
-        changes = [
-            f"{key} {before.get(key)} -> {now}" for key, now in conditions.items() if before.get(key) != now
-        ]
-    ended = [*(before or {}).get("ended", []), *(f"step {resumed.step}: {change}" for change in changes)]
-    if changes:
-        logger.info(f"from step {resumed.step} on, the run has other bits than one on one rank: {changes[0]}")
-    return conditions | {"ended": ended} if ended else conditions
 
 
 def load_state(

@@ -386,6 +386,23 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
+DETERMINISTIC_OPTIONS: dict[str, Any] = {
+    "deterministic": True,  # no timing of padded products, splits of reductions and templates
+    "triton.autotune_pointwise": False,  # one block size for elementwise kernels; FMA may depend on it
+}
+
+
+def deterministic_options(backend: str, options: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """`options` of torch.compile; with deterministic algorithms also those that keep inductor from choosing
+    kernels by their speed, which may differ between ranks and starts.
+
+    torch.use_deterministic_algorithms sets the first of them, too. But torch 2.13 keeps settings per thread,
+    and compiles backwards for CUDA in a thread of autograd, which only options reach."""
+    if backend != "inductor" or not torch.are_deterministic_algorithms_enabled():
+        return options
+    return (options or {}) | DETERMINISTIC_OPTIONS
+
+
 UPDATE_OPTIONS: dict[str, Any] = {
     "emulate_precision_casts": True,  # without FMA
     "eager_numerics.division_rounding": True,
@@ -399,13 +416,14 @@ def compile_update(function: Callable[..., None], dynamic: bool | None = None) -
     block size of the kernel. It chooses the block size by timing kernels, so that a restart or a shard of
     another size could change the last bits of a weight. These options round each operation as eager code
     does. What this costs is unmeasured; a kernel of this kind mostly waits for memory."""
-    return torch.compile(function, fullgraph=True, dynamic=dynamic, options=UPDATE_OPTIONS)
+    options = deterministic_options("inductor", UPDATE_OPTIONS)
+    return torch.compile(function, fullgraph=True, dynamic=dynamic, options=options)
 
 
 def loss_compile_options(backend: str) -> dict[str, Any] | None:
-    """Options of torch.compile for a loss: without inductor's online softmax, which was slower on an H200
-    (torch 2.11)."""
-    return {"online_softmax": False} if backend == "inductor" else None
+    """Options of torch.compile for a loss in chunks: without inductor's online softmax, which was slower on
+    an H200 (torch 2.11)."""
+    return deterministic_options(backend, {"online_softmax": False} if backend == "inductor" else None)
 
 
 def set_activation_memory_budget(budget: float) -> None:

@@ -108,7 +108,11 @@ def open_run(folder: Path, /, identity: dict = IDENTITY, **config: object) -> Ch
 
 
 def start_run(
-    folder: Path, config: Checkpoint, identity: dict = IDENTITY, distance: int | None = None
+    folder: Path,
+    config: Checkpoint,
+    identity: dict = IDENTITY,
+    distance: int | None = None,
+    bits: dict | None = None,
 ) -> Checkpointer:
     """The checkpoints of a run, which is started as a job is: locked, decided and compared."""
     ranks, lock = Ranks(folder / config.folder), FolderLock(folder)
@@ -120,7 +124,7 @@ def start_run(
 
     try:
         start = ranks.from_rank_zero(decided)
-        return Checkpointer(config, RunRecord(identity, "[job]\n"), start, ranks, lock, distance)
+        return Checkpointer(config, RunRecord(identity, "[job]\n", bits), start, ranks, lock, distance)
     except BaseException:
         lock.close()
         raise

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import threading
 import time
 from collections import Counter
 from datetime import timedelta
@@ -227,6 +228,39 @@ def test_deterministic_algorithms_include_those_of_the_compiler() -> None:
     with process.determinism(False):
         assert config.deterministic is before
         assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_compiled_backward_is_deterministic_in_any_thread() -> None:
+    """On CUDA it is compiled in a thread of autograd, where settings of the main thread may not hold."""
+    from functorch.compile import make_boxed_func
+    from torch._inductor import compile_fx, config
+
+    assert torch_compat.DETERMINISTIC_OPTIONS.keys() <= set(torch._inductor.list_options())
+    seen = list[bool]()
+
+    def look(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        seen.append(config.deterministic and not config.triton.autotune_pointwise)
+        return make_boxed_func(graph.forward)
+
+    def compiled(options: dict[str, Any] | None) -> list[bool]:
+        torch._dynamo.reset()
+        seen.clear()
+        options = {**(options or {}), "fx_graph_cache": False}
+        double = torch.compile(lambda x: (2 * x).sin(), options=options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compile_fx, "_compile_fx_inner", look)
+            loss = double(torch.ones(8, requires_grad=True)).sum()
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+        return list(seen)
+
+    with process.determinism(True):
+        assert compiled(torch_compat.deterministic_options("inductor")) == [True, True]
+        assert compiled(None) == [False, False], "control"
+    assert torch_compat.deterministic_options("inductor") is None
+    with process.determinism(True):
+        assert torch_compat.deterministic_options("aot_eager") is None
 
 
 def test_persistent_buffers() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from titanlite.attention.base import Attention, AttentionBackend, AttentionNeeds, document_numbers
 from titanlite.attention.sdpa import SDPA, SDPAttention
-from titanlite.torch_compat import allow_many_graphs
+from titanlite.torch_compat import allow_many_graphs, deterministic_options
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -144,6 +144,7 @@ def _block_mask(visible: Any, B: int | None, queries: int, keys: int, device: to
 
         # Without compilation both functions would allocate [B, H, queries, keys].
         allow_many_graphs()
-        _flex_attention = torch.compile(flex_attention, dynamic=False)
-        _create_block_mask = torch.compile(create_block_mask, dynamic=False)
+        options = deterministic_options("inductor")
+        _flex_attention = torch.compile(flex_attention, dynamic=False, options=options)
+        _create_block_mask = torch.compile(create_block_mask, dynamic=False, options=options)
     return _create_block_mask(visible, B, None, queries, keys, device=device)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from titanlite.checkpoint import commit, last_commit, resume
+from titanlite.checkpoint.bits import bits_after, changes_since
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.last_commit import LastCommit
 from titanlite.checkpoint.lock import FolderLock
@@ -134,6 +135,7 @@ class Checkpointer:
         state.restore(candidate.train)
         self._saved_step = candidate.step
         logger.info(f"resumed from {candidate.path}")
+        self._log_other_bits(candidate)
 
     def rewind(self, last_step: int, state: TrainState) -> bool:
         """Restore `state` in place from the newest healthy checkpoint of step `last_step` or earlier, and
@@ -155,6 +157,7 @@ class Checkpointer:
         self.ranks.from_rank_zero(lambda: self._archive(after=step))
         self.candidate, self._saved_step = candidate, step
         state.restore(candidate.train)
+        self._log_other_bits(candidate)
         return True
 
     def _newest_healthy(self, last_step: int) -> Candidate | None:
@@ -204,13 +207,26 @@ class Checkpointer:
             state.step,
             tensors,
             {TRAIN: json.dumps(train, indent=1) + "\n", "job.toml": self.record.job_toml},
-            {
-                "resumed_from": self.candidate.step if self.candidate else None,
-                **({"bits": self.record.bits} if self.record.bits is not None else {}),
-            },
+            self._about(),
         )
         not_finite = non_finite(tensors)
         self.saver.save(snapshot, lambda: self._refusal(snapshot.step, not_finite))
+
+    def _about(self) -> dict[str, Any]:
+        """The values for the manifest. A fallback or a rewind may have changed the candidate since the
+        start."""
+        about: dict[str, Any] = {"resumed_from": self.candidate.step if self.candidate else None}
+        if self.record.bits is not None:
+            about["bits"] = bits_after(self.candidate, self.record.bits)
+        return about
+
+    def _log_other_bits(self, resumed: Candidate) -> None:
+        """Log if the run continues under other conditions of bits than those of its checkpoint."""
+        changes = changes_since(resumed, self.record.bits) if self.record.bits is not None else []
+        if changes:
+            logger.info(
+                f"from step {resumed.step} on, the run has other bits than one on one rank: {changes[0]}"
+            )
 
     def _refusal(self, step: int, not_finite: list[str]) -> Diverged | None:
         """The error for a state with tensors that are not finite, or None. `not_finite`: the names of such

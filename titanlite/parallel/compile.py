@@ -20,7 +20,13 @@ from titanlite.config.paths import PathText
 from titanlite.log import logger
 from titanlite.models.base import Decoder
 from titanlite.models.moe import MoE, moe_layers_of
-from titanlite.torch_compat import Compilation, allow_many_graphs, compilations, mark_dynamic
+from titanlite.torch_compat import (
+    Compilation,
+    allow_many_graphs,
+    compilations,
+    deterministic_options,
+    mark_dynamic,
+)
 
 BACKENDS_WITH_MEMORY_BUDGET = ("inductor", "aot_eager")
 
@@ -90,7 +96,8 @@ def apply_compile(
             if has_expert_axes and (layers := moe_layers_of(block)):
                 _compile_pieces(block, layers, config, options)
             else:
-                block.compile(fullgraph=True, dynamic=False, backend=config.backend, options=options)
+                chosen = deterministic_options(config.backend, options)
+                block.compile(fullgraph=True, dynamic=False, backend=config.backend, options=chosen)
 
 
 def compile_forwards(net: Decoder, config: Compile, options: dict[str, Any] | None = None) -> None:
@@ -109,6 +116,7 @@ def compile_forwards(net: Decoder, config: Compile, options: dict[str, Any] | No
 def _compiled(
     function: Callable[..., Any], config: Compile, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
+    options = deterministic_options(config.backend, options)
     return torch.compile(function, fullgraph=True, dynamic=False, backend=config.backend, options=options)
 
 

@@ -18,6 +18,8 @@ from titanlite.models.moe import MoE
 from titanlite.step_clock import StepClock
 from titanlite.torch_compat import all_reduce, foreach_copy
 
+EXACT = 1 << 24  # the largest fp32 number up to which all whole numbers are fp32 numbers
+
 
 def _layers(net: Decoder) -> dict[str, MoE]:
     """The layers of experts by name."""
@@ -31,6 +33,12 @@ def check_routers(net: Decoder, settings: LoadBalance) -> None:
         raise ConfigError(
             f'the routers of this model family have no {CORRECTION_BIAS}; use "global"', "moe.load_balance"
         )
+
+
+def limit_counts_(counts: torch.Tensor) -> None:
+    """Limit sums of fp32 counts to 2^24, in place. Then they do not depend on the order of the additions:
+    these are exact up to 2^24, and rounding takes no larger sum below it."""
+    counts.clamp_(max=EXACT)
 
 
 class ExpertLoads:
@@ -58,7 +66,7 @@ class ExpertLoads:
         """Number of positions of the newest step, over all ranks and micro-batches."""
         self.sums = torch.empty(0)
         """Statistics of the newest step over all ranks, fp32 [layers, 2 E + 1]: for each layer, the tokens of
-        each expert, the sums of the router's probabilities, and the z-loss."""
+        each expert (with same bits, at most 2^24), the sums of the router's probabilities, and the z-loss."""
 
     def enable(self, net: Decoder) -> None:
         """Count and balance from now on in `net`, this rank's part of the model, whose buffers are
@@ -125,6 +133,8 @@ class ExpertLoads:
         if self.mesh.device_mesh is not None:
             with self.clock.waiting():
                 dist.all_reduce(self.sums)
+        if self.mesh.same_bits:
+            limit_counts_(self.sums[:, : self.num_experts])
         if self._layers:
             self._update(self.sums[:, : self.num_experts].index_select(0, self._rows), applied)
 

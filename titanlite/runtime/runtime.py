@@ -110,6 +110,7 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm, folder: Pu
         die_with_launcher()
     batch = BatchLayout.from_training(training, parallelism.degrees(size).data_parallel)
     device = process.pick_device()
+    training.check_device(device)
     parallelism.check_machine(device, place().num_local_ranks)
     param_dtype = choose_param_dtype(training, device)
     # FSDP offloads, and rounds otherwise than a single process: then even one process is wrapped in it.

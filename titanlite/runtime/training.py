@@ -91,6 +91,14 @@ class Training:
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"{self.seed} is not in [0, 2^63)", "seed")
 
+    def check_device(self, device: torch.device) -> None:
+        """Raises ConfigError if `device` lacks the precision that the settings need."""
+        if self.same_bits_on_any_ranks and device.type == "mps":
+            raise ConfigError(
+                "sums losses and squares of gradients in float64, which Apple's GPUs (mps) lack: unset it",
+                "training.same_bits_on_any_ranks",
+            )
+
     def check_resumed(self, size: int, before: int) -> None:
         """Raises ConfigError if the global batch size differs from the resumed run's only because the number
         of ranks does. `size`: global_batch_size on these ranks. `before`: the resumed run's."""
@@ -105,11 +113,13 @@ class Training:
 class BatchLayout:
     """How the sequences of one optimizer step are split into micro-batches: global_size = micro_batch_size x
     num_micro_batches x data-parallel ranks. Sizes count sequences. global_size follows from
-    training.global_batch_size; stages and batch ramps may have others."""
+    training.global_batch_size; stages and batch ramps may have others. `same_bits`:
+    training.same_bits_on_any_ranks."""
 
     global_size: int
     micro_batch_size: int
     num_ranks: int
+    same_bits: bool = False
 
     @classmethod
     def from_training(cls, training: Training, dp_size: int) -> BatchLayout:
@@ -117,15 +127,7 @@ class BatchLayout:
         a multiple of local_batch_size x dp_size."""
         unit = training.local_batch_size * dp_size
         size = unit if training.global_batch_size == -1 else training.global_batch_size
-        layout = cls(size, training.local_batch_size, dp_size)
-        num, rest = divmod(size, training.local_batch_size)
-        if training.same_bits_on_any_ranks and not rest and num % dp_size:
-            numbers = ", ".join(str(n) for n in range(1, num + 1) if num % n == 0)
-            raise ConfigError(
-                f"{dp_size} ranks cannot share the {num} micro-batches of a step; "
-                f"training.same_bits_on_any_ranks allows {numbers} data-parallel ranks",
-                "training.global_batch_size",
-            )
+        layout = cls(size, training.local_batch_size, dp_size, training.same_bits_on_any_ranks)
         layout.num_micro_batches(size, "training.global_batch_size")
         return layout
 
@@ -133,6 +135,14 @@ class BatchLayout:
         """Number of micro-batches per rank in a step of `size` sequences. Raises ConfigError, with `key`, if
         `size` is not a multiple of micro_batch_size x data-parallel ranks."""
         unit = self.micro_batch_size * self.num_ranks
+        num, rest = divmod(size, self.micro_batch_size)
+        if self.same_bits and not rest and num % self.num_ranks:
+            numbers = ", ".join(str(n) for n in range(1, num + 1) if num % n == 0)
+            raise ConfigError(
+                f"{self.num_ranks} ranks cannot share the {num} micro-batches of a step; "
+                f"training.same_bits_on_any_ranks allows {numbers} data-parallel ranks",
+                key,
+            )
         if size % unit:
             nearest = sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
             ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.support.ranks import run
 from titanlite.config.component import ConfigError
 from titanlite.mesh import ALONE, Mesh, build_mesh
+from titanlite.parallel.expert_loads import EXACT, limit_counts_
 from titanlite.parallel.same_bits import _fold, check_same_bits, ordered_sum, squared_norms
 from titanlite.parallelism import Degrees, Parallelism
 
@@ -52,6 +53,32 @@ def test_losses_are_added_in_the_order_of_the_micro_batches(ranks: int) -> None:
     expected = _fold(losses(12).double().view(1, -1))[0].float().item()
     assert run(ranks, loss_on_rank, ranks) == [expected] * ranks
     assert loss_on_rank(1) == expected
+
+
+def test_counts_of_experts_do_not_depend_on_the_order_of_their_additions() -> None:
+    """Also above 2^24 tokens per expert and step, where fp32 has no odd numbers."""
+    torch.manual_seed(3)
+    counts = torch.randint(1 << 18, (99, 40)).float() * torch.linspace(0.1, 3, 40).round(decimals=1)
+    counts = counts.round()
+    exact = counts.double().sum(0)
+    assert (exact < EXACT).any()
+    assert (exact > EXACT).any()
+
+    def summed(ranks: int) -> torch.Tensor:
+        """Counts of micro-batches added on each rank, and then over the ranks."""
+        total = torch.zeros(40)
+        for rank in range(ranks):
+            of_rank = torch.zeros(40)
+            for count in counts[rank::ranks]:
+                of_rank += count
+            total += of_rank
+        return total
+
+    sums = [summed(ranks) for ranks in (1, 3, 9, 11)]
+    assert not torch.equal(sums[0], sums[1]), "control"
+    for total in sums:
+        limit_counts_(total)
+        assert torch.equal(total.double(), exact.clamp(max=EXACT))
 
 
 def gradients() -> list[tuple[torch.Tensor, int]]:
