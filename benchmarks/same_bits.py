@@ -35,7 +35,7 @@ VARIANTS = {
     "deterministic": ["--training.deterministic", "--parallelism.fsdp_reduce=micro_batch"],
     "same_bits": ["--training.same_bits_on_any_ranks"],
 }
-DIGEST = "weights_digest"
+DIGEST = "train/weights_digest"
 
 
 def main() -> None:
