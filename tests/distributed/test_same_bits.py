@@ -18,7 +18,6 @@ import torch.distributed as dist
 from tests.support.checkpoints import archived
 from tests.support.golden import EXPERTS, LATENT
 from tests.support.jobs import make_job, metrics_in
-from tests.support.logs import listening
 from tests.support.non_finite import WATCHED, bad_steps
 from tests.support.runs import PP, TP, UNTIED, train_on_rank
 from tests.support.spikes import garbage_sequences
@@ -230,23 +229,16 @@ def test_losses_norms_and_digests_have_equal_bits_too(tmp_path: Path, run: Run) 
     assert of_1 == of_2
 
 
-def test_the_manifest_has_the_digests_and_the_conditions(
-    tmp_path: Path, corpus: Path, run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_manifest_has_the_digests_and_the_conditions(tmp_path: Path, run: Run) -> None:
     run(2, ON, name="a")
     path = tmp_path / "a/checkpoint/step-4"
     manifest = commit.read_manifest(path)
     assert manifest["digest"] == combine(digests_of_checkpoint(path))
     assert manifest["bits"]["local_batch_size"] == 2
     assert "ended" not in manifest["bits"]
-    keys = [*KEYS, ON, "--training.local_batch_size=4", "--training.steps=6", "--lr_scheduler.total_steps=8"]
-    with listening(caplog):
-        train_on_rank(tmp_path, corpus, keys, "a", 1)
+    run(2, ON, "--training.local_batch_size=4", name="a", steps=6)
     ended = commit.read_manifest(tmp_path / "a/checkpoint/step-6")["bits"]["ended"]
     assert ended == ["step 4: local_batch_size 2 -> 4"]
-    assert [text for text in caplog.messages if "other bits" in text] == [
-        "from step 4 on, the run has other bits than one on one rank: local_batch_size 2 -> 4"
-    ]
 
 
 # ---- controls

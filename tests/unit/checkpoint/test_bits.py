@@ -14,6 +14,7 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.bits import bits_after, changes_since
 from titanlite.checkpoint.resume import Candidate
 from titanlite.checkpoint.section import Checkpoint
+from titanlite.log import logger
 from titanlite.parallel.compile import Compile
 from titanlite.runtime.runtime import runtime
 from titanlite.start import bits_conditions
@@ -110,6 +111,17 @@ def test_a_fallback_takes_the_conditions_of_the_checkpoint_that_is_used(
         flip_a_shard(changed / f"checkpoint/step-{step}")
     go_on(changed, 3, local_batch_size=size)
     assert saved_bits(changed / "checkpoint")[3] == ended
+
+
+def test_the_log_has_one_line_on_the_first_change(changed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = list[str]()
+    monkeypatch.setattr(logger, "info", log.append)
+    go_on(changed, 5, local_batch_size=4)
+    assert not [line for line in log if "bits" in line]
+    go_on(changed, 6, local_batch_size=8, torch="2.14.0")
+    assert [line for line in log if "bits" in line] == [
+        "from step 5 on, the run has other bits than one on one rank: torch 2.13.0 -> 2.14.0"
+    ]
 
 
 @pytest.mark.parametrize(("size", "ended"), [(2, []), (4, ["step 1: local_batch_size 2 -> 4"])])
