@@ -47,11 +47,11 @@ def hash_shard(
     if tuple(tensor.shape[dims:]) != shape[dims:]:
         return None
     size = math.prod(shape[dims:]) * tensor.itemsize
-    array = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
     if size <= HASH_BYTES:
-        cells = array.tobytes()
+        cells = data.tobytes()
     else:
-        cells = b"".join(hashlib.sha256(cell.data).digest() for cell in array.reshape(-1, size))
+        cells = b"".join(hashlib.sha256(data[i : i + size]).digest() for i in range(0, len(data), size))
     hashes = np.frombuffer(cells, np.uint8).reshape(*tensor.shape[:dims], min(size, HASH_BYTES))
     return HashedShard(name, str(tensor.dtype), shape, offsets[:dims], hashes)
 
