@@ -5,19 +5,20 @@ training.deterministic, and the digests of the weights after each step on severa
         [--ngpu 2] [--rounds 2] [--variants deterministic,same_bits] [--digests 1,2,4]
         [--section.key=value ...]
 
-The variants run in turns. If the machine has GPUs for two runs, two variants run at the same time, and change
-their GPUs from round to round. Data, tokenizer and medians are those of throughput.py. With --digests, the
-runs have one digest per step instead, and the program fails unless they are equal.
+The variants run in turns. If the machine has GPUs for two runs, two variants run at the same time, and
+change their GPUs from round to round. Data, tokenizer and medians are those of throughput.py. With --digests
+and --metrics.digest_freq, the digests of runs on these numbers of GPUs are compared instead, and the program
+fails unless they are equal.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any
 
@@ -81,28 +82,37 @@ def side_by_side(
 ) -> list[dict[str, Any]]:
     """Run each variant on GPUs of its own, at the same time."""
 
-    def run(group: int, name: str) -> dict[str, Any]:
-        gpus = range(group * options.ngpu, (group + 1) * options.ngpu)
-        device = ",".join(map(str, gpus)) if torch.cuda.is_available() else None
-        return measure(options, [*VARIANTS[name], *overrides], device) | {"trainer": name}
-
+    keys = [[*VARIANTS[name], *overrides] for name in variants]
+    begins = [i * options.ngpu for i in range(len(variants))]
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(run, range(len(variants)), variants))
+        runs = pool.map(partial(run_on, options, options.ngpu), keys, begins)
+        return [run | {"trainer": name} for name, run in zip(variants, runs)]
 
 
 def compare_digests(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
-    """The digests by step for each number of GPUs."""
-    by_ngpu, seconds = {}, {}
-    for ngpu in options.digests:
-        options.ngpu = ngpu
-        began = time.perf_counter()
-        keys = [*VARIANTS["same_bits"], "--metrics.digest_freq=1", "--metrics.log_freq=1", *overrides]
-        run = measure(options, keys)
-        by_ngpu[str(ngpu)] = {str(report["step"]): report[DIGEST] for report in run["reports"]}
-        seconds[str(ngpu)] = statistics.median(report["time/step_s"] for report in run["counted"])
-        print(ngpu, by_ngpu[str(ngpu)], f"{time.perf_counter() - began:.0f} s", flush=True)
-    first, *others = by_ngpu.values()
-    return {"equal": all(first == other for other in others), "digests": by_ngpu, "step_s": seconds}
+    """The digests by step for each number of GPUs. Runs that fit on the machine together run together."""
+    keys = [*VARIANTS["same_bits"], "--metrics.log_freq=1", *overrides]
+    digests, left, have = dict[str, Any](), list(options.digests), max(torch.cuda.device_count(), 1)
+    while left:
+        together = [left.pop(0)]
+        while left and sum(together) + left[0] <= have:
+            together.append(left.pop(0))
+        with ThreadPoolExecutor() as pool:
+            begins = [0, *accumulate(together)]
+            runs = list(pool.map(partial(run_on, options), together, repeat(keys), begins))
+        for ngpu, run in zip(together, runs):
+            of_steps = {str(report["step"]): report.get(DIGEST) for report in run["reports"]}
+            digests[str(ngpu)] = {step: digest for step, digest in of_steps.items() if digest}
+            print(ngpu, digests[str(ngpu)], f"{run['wall_s']:.0f} s", flush=True)
+    first, *others = digests.values()
+    return {"equal": bool(first) and all(first == other for other in others), "digests": digests}
+
+
+def run_on(options: argparse.Namespace, ngpu: int, overrides: list[str], first: int) -> dict[str, Any]:
+    """Run titanlite once, on `ngpu` GPUs from number `first` on."""
+    device = ",".join(map(str, range(first, first + ngpu))) if torch.cuda.is_available() else None
+    options = argparse.Namespace(**{**vars(options), "ngpu": ngpu})
+    return measure(options, overrides, device)
 
 
 if __name__ == "__main__":
