@@ -9,9 +9,11 @@ import math
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from torch.nn.attention import SDPBackend
 
 from tests.support.fsdp import reshards_after_forward
 from titanlite import torch_compat
+from titanlite.parallel.fsdp import reshard
 from titanlite.runtime import process
 
 
@@ -326,6 +329,42 @@ def test_fsdp_gathers_and_reduces_in_symmetric_memory(monkeypatch: pytest.Monkey
     assert before == ["DefaultAllGather", "DefaultReduceScatter"]
     assert after == ["SymmMemAllGather", "SymmMemReduceScatter"]
     assert set(backends) == {"NCCL"}
+
+
+def gathered(module: nn.Module, run: Callable[[], Any]) -> list[str]:
+    """The names of the FSDP modules whose parameters FSDP begins to gather in `run()`."""
+    names = list[str]()
+    (group,) = torch_compat._fsdp_groups(module)
+    unshard = type(group).unshard
+
+    def noted(self: Any, async_op: bool = False) -> None:
+        before = self._all_gather_result
+        unshard(self, async_op)
+        if self._all_gather_result is not before:
+            names.append(self._module_fqn)
+
+    with patch.object(type(group), "unshard", noted):
+        run()
+    return names
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_the_backward_after_a_forward_alone_gathers_what_it_needs(forgets: bool) -> None:
+    def forward() -> torch.Tensor:
+        return net(torch.ones(2, 4)).sum()
+
+    with torch_compat.fake_process_group(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        net = nn.Sequential(*(fully_shard(nn.Linear(4, 4), mesh=mesh) for _ in range(3)))
+        fully_shard(net, mesh=mesh)
+        expected = gathered(net[0], lambda: forward().backward())
+        with torch.no_grad():
+            forward()
+        if forgets:
+            reshard(net)
+        after = gathered(net[0], lambda: forward().backward())
+    assert expected[:3] == ["0", "1", "2"]
+    assert after == expected + ([] if forgets else ["2"])
 
 
 def streams_of_reductions(reduce_dtype: torch.dtype | None = None) -> list[list[str]]:

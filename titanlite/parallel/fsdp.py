@@ -27,6 +27,7 @@ from titanlite.parallelism import EXPERT_FSDP, Degrees, Parallelism
 from titanlite.step_clock import StepClock
 from titanlite.torch_compat import (
     finish_weight_backward,
+    forget_fsdp_forwards,
     reduce_fsdp_in_computation_memory,
     symmetric_memory_of_fsdp,
     time_fsdp_waits,
@@ -153,8 +154,10 @@ def add_up_gradients(net: Decoder) -> None:
 
 
 def reshard(net: Decoder) -> None:
-    """Free gathered parameters after a forward without backward. Otherwise some modules stay gathered, and
-    named_parameters() returns the gathered copies instead of the optimizer's parameters."""
+    """Free gathered parameters after a forward without backward, and forget the forward. Otherwise some
+    modules stay gathered, named_parameters() returns the gathered copies instead of the optimizer's
+    parameters, and the next backward gathers parameters that it does not need."""
     for module in net.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+            forget_fsdp_forwards(module)
