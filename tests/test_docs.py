@@ -17,6 +17,8 @@ from tests.support.quoted_code import PAGES, QUOTE, ROOT, refreshed
 from titanlite.config.schema import FIELD_TYPES
 from titanlite.job import load_job
 
+RESULTS, TPS = ROOT / "benchmarks/results", "throughput/tokens_per_second_per_device"
+
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_quoted_code_is_that_of_its_file(page) -> None:
@@ -179,3 +181,21 @@ def test_the_trained_run_is_described_with_its_numbers() -> None:
     assert page == trained_run.refreshed(page, result), "run: python benchmarks/trained_run.py"
     config = trained_run.CONFIG.read_text(encoding="utf-8")
     assert result is None or config == trained_run.with_header(config, result)
+
+
+def test_the_pages_on_same_bits_have_the_recorded_digests_and_costs() -> None:
+    result = json.loads((RESULTS / "same_bits_digests_1b_h200x4.json").read_text())
+    lines = [[ngpu, *(d[:32] for d in by_step.values())] for ngpu, by_step in result["digests"].items()]
+    assert result["equal"]
+    assert len(lines) == 3
+    for page in ("README.md", "docs/index.md"):
+        quoted = (ROOT / page).read_text(encoding="utf-8").split("GPUs  weights")[1]
+        assert [line.split() for line in quoted.split("```")[0].splitlines()[1:]] == lines
+    page = (ROOT / "docs/same-bits.md").read_text(encoding="utf-8")
+    for name in ("1_micro_batch", "8_micro_batches"):
+        medians = json.loads((RESULTS / f"same_bits_1b_h200x2_{name}.json").read_text())["medians"]
+        speed, ours = (round(medians[v][TPS], -1) for v in ("deterministic", "same_bits"))
+        memory = [medians[v]["memory/peak_reserved_gib"] for v in ("deterministic", "same_bits")]
+        ratio = medians["same_bits"][TPS] / medians["deterministic"][TPS]
+        row = [f"{speed:,.0f}", f"{ours:,.0f}", f"{ratio:.3f}", *(f"{gib:.2f} GiB" for gib in memory)]
+        assert f"| {name[0]} | {' | '.join(row)} |" in page
