@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from benchmarks import same_bits  # noqa: E402
 from titanlite.job import load_job  # noqa: E402
 from titanlite.lab.cards import CARDS, GIB, Cluster  # noqa: E402
 from titanlite.lab.memory import rank_memory  # noqa: E402
@@ -103,7 +104,10 @@ def recorded() -> Iterator[Recorded]:
 def _cases(name: str, result: dict[str, Any]) -> Iterator[tuple[str, list[str], dict[str, float]]]:
     """Case, overrides and measurements of the runs of one file."""
     given = result.get("overrides") or []
-    if "medians" in result:
+    if name.startswith("same_bits_1b"):
+        for case, medians in result["medians"].items():
+            yield case, [*given, *same_bits.VARIANTS[case]], medians
+    elif "medians" in result:
         yield "", [*given, *(FREES if name in FREED else [])], result["medians"]
     elif name == "activation_checkpointing_h200":
         for case in result["cases"]:
