@@ -68,8 +68,11 @@ def test_training_is_the_same_with_and_without_probes(
 
 
 @TWO
-@pytest.mark.parametrize("layout", ["tensor", "context", "pipeline", "data"])
-@pytest.mark.parametrize("masked", [[], MASKED], ids=["causal", "masked"])
+@pytest.mark.parametrize(
+    ("layout", "masked"),
+    [("tensor", MASKED), ("context", []), ("context", MASKED), ("pipeline", []), ("data", MASKED)],
+    ids=["tensor-masked", "context-causal", "context-masked", "pipeline-causal", "data-masked"],
+)
 def test_two_gpus_have_the_statistics_of_one(
     tmp_path: Path, corpus: Path, layout: str, masked: list[str]
 ) -> None:
