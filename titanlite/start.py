@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from titanlite.attention.base import AttentionBackend, AttentionNeeds
+from titanlite.attention.base import AttentionBackend, AttentionNeeds, kernels
 from titanlite.checkpoint.checkpointer import Checkpointer, RunRecord
 from titanlite.checkpoint.lock import FolderLock
 from titanlite.checkpoint.resume import Candidate
@@ -137,7 +137,7 @@ def check_device(
     job.parallelism.check_device(device)
     job.compile.check_device(device)
     job.profiling.check(device, world_size)
-    model = job.model.config
+    model, kinds = job.model.config, job.model.attention_kinds
     needs = AttentionNeeds(
         device=device,
         dtype=param_dtype,
@@ -148,10 +148,10 @@ def check_device(
         v_head_dim=model.v_head_dim,
         masks_documents=job.data.mask_documents,
         context_parallel=job.parallelism.context_parallel_degree > 1,
-        window=job.model.sliding_window,
+        kinds=tuple(dict.fromkeys(kinds)),
     )
     attention = job.attention.build(needs)
-    return attention, attention.kernel(needs)
+    return attention, kernels(attention, needs, kinds)
 
 
 def shard_model(job: Job, rt: Runtime) -> tuple[ShardedModel, str]:

@@ -195,6 +195,11 @@ FAMILIES = {
         *("--model.name=mistral", "--model.overrides.tie_word_embeddings=false"),
         "--model.overrides.sliding_window=9",
     ],
+    "mixed": [
+        *("--model.name=qwen3", "--model.overrides.tie_word_embeddings=false"),
+        *("--model.overrides.sliding_window=9", "--model.overrides.layer_pattern=LS"),
+        *("--model.overrides.window_rope_theta=100.0",),
+    ],
     "parallel_residual": [
         '--job.imports=["tests.support.parallel_residual"]',
         '--model={name = "parallel_residual", flavor = "tiny"}',

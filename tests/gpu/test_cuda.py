@@ -14,7 +14,7 @@ import titanlite.attention.auto  # noqa: F401  (registers the backends)
 from tests.support.gpu import column, reference, run, trained
 from tests.support.jobs import make_job, metrics_of
 from tests.support.runs import FOUR_MICRO_BATCHES
-from titanlite.attention.base import AttentionBackend, AttentionNeeds
+from titanlite.attention.base import AttentionBackend, AttentionKind, AttentionNeeds
 from titanlite.models.mistral import Mistral
 from titanlite.parallel.compile import Compile, apply_compile
 from titanlite.parallel.initialize import fill_normal
@@ -113,7 +113,7 @@ def test_kernels_keep_to_the_window(backend: str, dtype: torch.dtype, documents:
         q, k, v = (h.to("cuda", dtype).requires_grad_() for h in heads)
         chosen, tokens = AttentionBackend.choices[backend](), positions.cuda()
         attention = chosen.for_documents(tokens, 4) if documents else chosen.for_sequences(tokens)
-        out = attention.with_window(window, tokens).attend(q, k, v)
+        out = attention.of_kind(AttentionKind(window), tokens).attend(q, k, v)
         (out.float() * weight.cuda()).sum().backward()
         return [x.detach().float() for x in (out, q.grad, k.grad, v.grad)]
 
@@ -157,7 +157,7 @@ def forwards(backend: str, documents: bool, compiled: bool) -> tuple[list[torch.
     apply_compile(net, Compile(enable=compiled))
     needs = AttentionNeeds(
         device=device, dtype=torch.bfloat16, seq_len=T, n_heads=c.n_heads, n_kv_heads=c.n_kv_heads,
-        head_dim=c.head_dim, masks_documents=documents, window=c.sliding_window,
+        head_dim=c.head_dim, masks_documents=documents, kinds=tuple(c.attention_kinds),
     )  # fmt: skip
     chosen = AttentionBackend.choices[backend]()
     if backend != "sdpa":  # its build would switch off kernels in the whole process

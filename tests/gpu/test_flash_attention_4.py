@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from tests.support.gpu import trained
 from tests.support.jobs import make_job, metrics_of
 from tests.support.runs import FOUR_MICRO_BATCHES, weights
-from titanlite.attention.base import AttentionBackend, AttentionNeeds
+from titanlite.attention.base import AttentionBackend, AttentionKind, AttentionNeeds
 from titanlite.attention.flash_attention_4 import FlashAttention4, is_installed
 from titanlite.attention.head_tail import head_tail_attention
 from titanlite.attention.sdpa import SDPA
@@ -38,7 +39,7 @@ def switches() -> Iterator[None]:
         getattr(torch.backends.cuda, f"enable_{enable}_sdp")(True)
 
 
-def needs(**fields: int | bool) -> AttentionNeeds:
+def needs(**fields: Any) -> AttentionNeeds:
     shape = {"seq_len": T, "n_heads": 8, "n_kv_heads": 2, "head_dim": 64} | fields
     return AttentionNeeds(device=torch.device("cuda", 0), dtype=torch.bfloat16, **shape)
 
@@ -53,7 +54,7 @@ def results(backend: AttentionBackend, heads: list[torch.Tensor], documents: boo
     positions[1, 90:] = torch.arange(T - 90, device="cuda")
     attention = backend.for_documents(positions, 4) if documents else backend.for_sequences(positions)
     if window:
-        attention = attention.with_window(window, positions)
+        attention = attention.of_kind(AttentionKind(window), positions)
     out = attention.attend(q, k, v)
     generator = torch.Generator().manual_seed(1)
     (out.float() * torch.randn(out.shape, generator=generator).cuda()).sum().backward()
@@ -74,7 +75,9 @@ def random_heads(head_dim: int, kv_heads: int) -> list[torch.Tensor]:
 def test_outputs_and_gradients_equal_dense_attention(
     documents: bool, window: int, head_dim: int, kv_heads: int
 ) -> None:
-    shape = needs(n_kv_heads=kv_heads, head_dim=head_dim, masks_documents=documents, window=window)
+    shape = needs(
+        n_kv_heads=kv_heads, head_dim=head_dim, masks_documents=documents, kinds=(AttentionKind(window),)
+    )
     if (documents or window) and torch.__version__ < "2.13":
         with pytest.raises(ConfigError, match="does not run with these packages, model and masks: FA4"):
             FlashAttention4().build(shape)

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import titanlite.job  # noqa: F401  (registers the components)
 from tests.support.gpu import column, reference, run
 from tests.support.splits import hidden_from_each_other, whole_batch
-from titanlite.attention.base import AttentionBackend, AttentionNeeds
+from titanlite.attention.base import AttentionBackend, AttentionKind, AttentionNeeds
 from titanlite.attention.sdpa import SDPA
 from titanlite.data.batch import Batch
 from titanlite.losses import ChunkedCrossEntropy
@@ -63,7 +63,7 @@ def built(backend: str, window: int = 0, device: str = "cuda") -> AttentionBacke
     needs = AttentionNeeds(
         device=torch.device(device), dtype=torch.bfloat16, seq_len=SEQ_LEN, n_heads=SHAPE["n_heads"],
         n_kv_heads=SHAPE["n_kv_heads"], head_dim=SHAPE["head_dim"], masks_documents=backend != "causal",
-        window=window,
+        kinds=(AttentionKind(window),),
     )  # fmt: skip
     return AttentionBackend.choices["auto" if backend == "causal" else backend]().build(needs)
 

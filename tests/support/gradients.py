@@ -62,7 +62,7 @@ def build(
     mesh = build_mesh(parallelism, "cpu", rank, world_size)
     needs = AttentionNeeds(
         device=torch.device("cpu"), dtype=torch.float32, seq_len=16, n_heads=4, n_kv_heads=2, head_dim=8,
-        context_parallel=mesh.degrees.cp > 1, window=getattr(net.config, "sliding_window", 0),
+        context_parallel=mesh.degrees.cp > 1, kinds=tuple(net.config.attention_kinds),
     )  # fmt: skip
     settings = ParallelSettings(
         attention=AttentionBackend.choices[options.get("attention", "auto")]().build(needs),

@@ -102,7 +102,7 @@ def test_control_a_wrong_cache_is_noticed(monkeypatch: pytest.MonkeyPatch, fault
 
 
 def test_control_a_cache_without_the_window_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVCache, "with_window", lambda cache, window, tokens: cache)
+    monkeypatch.setattr(KVCache, "of_kind", lambda cache, kind, tokens: cache)
     assert not same(both(random_net("mistral"), PROMPT[:1], 12))
 
 

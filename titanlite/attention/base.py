@@ -8,8 +8,10 @@ multi-head latent attention the values have a smaller head dim than queries and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +20,18 @@ from titanlite.attention.context_parallel import SequenceSharding
 from titanlite.config.component import Component, ConfigError
 
 
+class AttentionKind(NamedTuple):
+    """The attention of a layer. `window` in tokens: of the tokens that it would see, a token sees those at a
+    distance below it, itself included; 0: all of them."""
+
+    window: int = 0
+
+    def __str__(self) -> str:
+        return f"window {self.window}" if self.window else "full"
+
+
 class Attention:
-    """Attention for one micro-batch. Attributes, such as a mask, are shared by all layers.
+    """Attention for one micro-batch. Attributes, such as a mask, are shared by all layers of a kind.
 
     Compiled blocks take the object as an argument. Its tensor attributes are inputs of the compiled graph:
     new values do not recompile the graph, new shapes do.
@@ -30,13 +42,15 @@ class Attention:
         E the head dim of the values."""
         raise NotImplementedError
 
-    def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
-        """The same attention with a sliding window: of the tokens that it would see, a token sees those at a
-        distance below `window`, itself included.
+    def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
+        """The same attention for layers of this kind.
 
-        A model with a window calls this method once per forward, outside of its blocks. Only shape and device
-        of `tokens_BT`, this rank's tokens, matter. Default: raises ConfigError."""
-        raise ConfigError(f"{type(self).__name__} does not support a sliding window", "attention.backend")
+        A model calls this method once per forward and kind, outside of its blocks, unless all of its layers
+        have full attention. Only shape and device of `tokens_BT`, this rank's tokens, matter. Default: raises
+        ConfigError for a sliding window."""
+        if kind.window:
+            raise ConfigError(f"{type(self).__name__} does not support a sliding window", "attention.backend")
+        return self
 
     def visible_keys(
         self, k_BTKE: torch.Tensor, queries: torch.Tensor
@@ -56,8 +70,8 @@ class AttentionNeeds:
 
     `seq_len`: the longest sequence length; micro-batches may have shorter sequences. `masks_documents`:
     tokens attend only within their document of a packed sequence. `context_parallel`: each sequence is
-    sharded over ranks. `window`: the model's sliding window in tokens; 0: it has none. `v_head_dim`: the head
-    dim of the values; 0: as of queries and keys.
+    sharded over ranks. `kinds`: of the model's layers. `v_head_dim`: the head dim of the values; 0: as of
+    queries and keys.
     """
 
     device: torch.device
@@ -68,8 +82,13 @@ class AttentionNeeds:
     head_dim: int
     masks_documents: bool = False
     context_parallel: bool = False
-    window: int = 0
+    kinds: tuple[AttentionKind, ...] = (AttentionKind(),)
     v_head_dim: int = 0
+
+    @property
+    def window(self) -> int:
+        """The shortest sliding window of the layers, in tokens; 0: none has one."""
+        return min((kind.window for kind in self.kinds if kind.window), default=0)
 
     @property
     def has_other_values(self) -> bool:
@@ -78,7 +97,7 @@ class AttentionNeeds:
 
     @property
     def has_effective_window(self) -> bool:
-        """Whether the window is shorter than the longest sequences, so that it hides tokens."""
+        """Whether a window is shorter than the longest sequences, so that it hides tokens."""
         return 0 < self.window < self.seq_len
 
     @property
@@ -96,7 +115,7 @@ class AttentionBackend(Component, kind="attention backend", key="backend"):
     """Names of the operators whose results selective activation checkpointing keeps, such as
     `my_package.attention`. The operators behind scaled_dot_product_attention are always kept."""
     supports_window: ClassVar[bool] = False
-    """Whether the attention objects have the method `with_window`, for models with a sliding window."""
+    """Whether the attention objects' method `of_kind` takes a sliding window."""
     supports_v_head_dim: ClassVar[bool] = False
     """Whether the head dim of the values may differ from the head dim of queries and keys in `attend`."""
 
@@ -151,6 +170,16 @@ class AttentionBackend(Component, kind="attention backend", key="backend"):
         `positions_BT` (None without document masks) cover the whole sequences, not only this rank's tokens.
         """
         raise NotImplementedError
+
+
+def kernels(backend: AttentionBackend, needs: AttentionNeeds, kinds: Sequence[AttentionKind]) -> str:
+    """The kernel that the built backend runs for each kind of layer, for the log. `kinds`: of each layer."""
+    counts = Counter(kinds)
+    names = {kind: backend.kernel(replace(needs, kinds=(kind,))) for kind in counts}
+    if len(counts) == 1:
+        return next(iter(names.values()))
+    nums = {kind: "1 layer" if num == 1 else f"{num} layers" for kind, num in counts.items()}
+    return ", ".join(f"{name} ({kind}, {nums[kind]})" for kind, name in names.items())
 
 
 def document_numbers(positions_BT: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from titanlite.attention.base import Attention, AttentionBackend, AttentionNeeds
+from titanlite.attention.base import Attention, AttentionBackend, AttentionKind, AttentionNeeds
 from titanlite.attention.context_parallel import SequenceSharding
 from titanlite.attention.head_tail import HeadTail, HeadTailAttention, head_tail_attention
 from titanlite.attention.sdpa import example_inputs
@@ -108,7 +108,7 @@ def _try(needs: AttentionNeeds) -> None:
         masked = needs.masks_documents
         attention = backend.for_documents(tokens, 1) if masked else backend.for_sequences(tokens)
         if needs.has_effective_window:
-            attention = attention.with_window(min(needs.window, length // 2), tokens)
+            attention = attention.of_kind(AttentionKind(min(needs.window, length // 2)), tokens)
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
             out = attention.attend(*(x.transpose(1, 2) for x in inputs))
     torch.autograd.grad(out, inputs, torch.ones_like(out))

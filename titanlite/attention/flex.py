@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from titanlite.attention.base import Attention, AttentionBackend, AttentionNeeds, document_numbers
+from titanlite.attention.base import (
+    Attention,
+    AttentionBackend,
+    AttentionKind,
+    AttentionNeeds,
+    document_numbers,
+)
 from titanlite.attention.sdpa import SDPA, SDPAttention
 from titanlite.torch_compat import allow_many_graphs, deterministic_options
 
@@ -66,10 +72,10 @@ class FlexAttention(Attention):
         gqa = q.shape[1] != k.shape[1]
         return _flex_attention(q, k, v, block_mask=self.block_mask, enable_gqa=gqa).transpose(1, 2)
 
-    def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
-        if window >= self.mask.num_keys:
+    def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
+        if not 0 < kind.window < self.mask.num_keys:
             return self.prepared()
-        return FlexAttention(self.mask._replace(window=window)).prepared()
+        return FlexAttention(self.mask._replace(window=kind.window)).prepared()
 
     def visible_keys(
         self, k_BTKE: torch.Tensor, queries: torch.Tensor
@@ -85,9 +91,11 @@ class Causal(SDPAttention):
     """Causal attention over whole sequences by scaled_dot_product_attention; with a window, by
     FlexAttention."""
 
-    def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
-        T = tokens_BT.shape[1]
-        return self if window >= T else FlexAttention(Mask(T, T, tokens_BT.device, window=window)).prepared()
+    def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
+        T, device = tokens_BT.shape[1], tokens_BT.device
+        if not 0 < kind.window < T:
+            return self
+        return FlexAttention(Mask(T, T, device, window=kind.window)).prepared()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +133,8 @@ class Flex(SDPA, name="flex"):
 
 
 class WindowedFlex(Flex):
-    """FlexAttention for a model with a sliding window, whose forward calls `with_window`: this makes the only
-    block mask of the micro-batch."""
+    """FlexAttention for a model with sliding windows, whose forward calls `of_kind`: this makes the block
+    mask of each kind, and no other."""
 
     def attention(self, mask: Mask) -> Attention:
         return FlexAttention(mask)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from titanlite.attention.base import Attention, AttentionNeeds, padded_values
+from titanlite.attention.base import Attention, AttentionKind, AttentionNeeds, padded_values
 from titanlite.attention.context_parallel import SequenceSharding
 from titanlite.attention.sdpa import SDPA, example_inputs
 from titanlite.config.component import ConfigError
@@ -40,9 +40,9 @@ class HeadTailAttention(Attention):
         out_BHTE = head_tail_attention(q, k, v, sharding.rank, last, self.flash)[0]
         return out_BHTE.transpose(1, 2)[..., : v_BTKE.shape[-1]]
 
-    def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
-        whole = window >= self.sharding.size * tokens_BT.shape[1]
-        return self if whole else super().with_window(window, tokens_BT)
+    def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
+        whole = not 0 < kind.window < self.sharding.size * tokens_BT.shape[1]
+        return self if whole else super().of_kind(kind, tokens_BT)
 
     def visible_keys(
         self, k_BTKE: torch.Tensor, queries: torch.Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from titanlite.attention.base import Attention
+from titanlite.attention.base import Attention, AttentionKind
 from titanlite.attention.sdpa import SDPAttention
 
 
@@ -34,10 +34,10 @@ class KVCache(Attention):
         keys, values = self.append(k_BTKE, v_BTKE)
         return SDPAttention(self._mask).attend(q_BTHE, keys, values)
 
-    def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
+    def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
         positions = torch.arange(self.filled, device=tokens_BT.device)
         new = positions[self.filled - tokens_BT.shape[1] :]
-        return _Cached(self, SDPAttention(self._mask, (new, positions)).with_window(window, tokens_BT))
+        return _Cached(self, SDPAttention(self._mask, (new, positions)).of_kind(kind, tokens_BT))
 
     def append(self, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append the new tokens' keys and values to the cache of the next layer. Returns the keys and values

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from titanlite.attention.base import Attention
+from titanlite.attention.base import Attention, AttentionKind
 
 
 class RecordingAttention(Attention):
@@ -23,8 +23,8 @@ class RecordingAttention(Attention):
     ):
         self.attention, self.queries, self.record = attention, queries, record
 
-    def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
-        return RecordingAttention(self.attention.with_window(window, tokens_BT), self.queries, self.record)
+    def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
+        return RecordingAttention(self.attention.of_kind(kind, tokens_BT), self.queries, self.record)
 
     def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
         visible_keys = self.attention.visible_keys(k_BTKE, self.queries)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from titanlite.attention.base import Attention, AttentionBackend, AttentionNeeds, document_numbers
+from titanlite.attention.base import (
+    Attention,
+    AttentionBackend,
+    AttentionKind,
+    AttentionNeeds,
+    document_numbers,
+)
 from titanlite.attention.context_parallel import SequenceSharding
 from titanlite.config.component import ConfigError
 from titanlite.torch_compat import sdp_choice
@@ -41,14 +47,14 @@ class SDPAttention(Attention):
         )
         return out_BHTE.transpose(1, 2)
 
-    def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
+    def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
         indices = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         queries, keys = self.positions or (indices, indices)
-        if window >= len(keys):
+        if not 0 < kind.window < len(keys):
             return self
         # Comparisons, which make bool tensors: distances of all pairs would need 8 bytes each.
         visible = queries[:, None] >= keys if self.mask is None else self.mask
-        in_window = queries[:, None] - window < keys
+        in_window = queries[:, None] - kind.window < keys
         mask = (visible & in_window).view(-1, 1, *in_window.shape)
         return SDPAttention(mask, self.positions)
 
@@ -74,8 +80,8 @@ class GatheredAttention(Attention):
         k_BTKE, v_BTKE = self.sharding.gather(k_BTKE), self.sharding.gather(v_BTKE)
         return self.attention.attend(q_BTHE, k_BTKE, v_BTKE)
 
-    def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
-        return GatheredAttention(self.attention.with_window(window, tokens_BT), self.sharding)
+    def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
+        return GatheredAttention(self.attention.of_kind(kind, tokens_BT), self.sharding)
 
     def visible_keys(
         self, k_BTKE: torch.Tensor, queries: torch.Tensor
@@ -111,10 +117,13 @@ class SDPA(AttentionBackend, name="sdpa"):
                 f"backends: {working}",
                 "attention.backend",
             )
-        if needs.device.type == "cuda" and self.uses_sdpa(needs):
+        by_kind = [replace(needs, kinds=(kind,)) for kind in needs.kinds]
+        by_sdpa = [of_kind for of_kind in by_kind if self.uses_sdpa(of_kind)]
+        if needs.device.type == "cuda" and by_sdpa:
             allow_sdpa_kernels_for_the_life_of_the_process(self.allowed_kernels)
             try:
-                self.kernel(needs)
+                for of_kind in by_sdpa:
+                    self.kernel(of_kind)
             except ConfigError:
                 if self.sdpa_kernel != "auto":
                     raise

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from titanlite.attention.base import Attention, AttentionNeeds, padded_values
+from titanlite.attention.base import Attention, AttentionKind, AttentionNeeds, padded_values
 from titanlite.attention.sdpa import SDPA, SDPAttention
 from titanlite.torch_compat import load_varlen_attention, mark_dynamic
 
@@ -17,13 +17,13 @@ class Causal(SDPAttention):
     """Causal attention over whole sequences by scaled_dot_product_attention; with a window by the varlen
     kernel, for which each sequence is a document."""
 
-    def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
+    def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
         B, T = tokens_BT.shape
-        if window >= T:
+        if not 0 < kind.window < T:
             return self
         _load_varlen()
         starts = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=tokens_BT.device)
-        return VarlenAttention(starts, T, window)
+        return VarlenAttention(starts, T, kind.window)
 
 
 class VarlenAttention(Attention):
@@ -40,10 +40,10 @@ class VarlenAttention(Attention):
         out = _varlen_attention(q, k, v, self.cu_seqlens, self.max_seqlen, self.window)
         return out.unflatten(0, q_BTHE.shape[:2])[..., : v_BTKE.shape[-1]]
 
-    def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
-        return (
-            self if window >= self.max_seqlen else VarlenAttention(self.cu_seqlens, self.max_seqlen, window)
-        )
+    def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
+        if not 0 < kind.window < self.max_seqlen:
+            return self
+        return VarlenAttention(self.cu_seqlens, self.max_seqlen, kind.window)
 
     def visible_keys(
         self, k_BTKE: torch.Tensor, queries: torch.Tensor

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titanlite.attention.base import Attention
+from titanlite.attention.base import Attention, AttentionKind
 from titanlite.attention.sdpa import CAUSAL
 from titanlite.config.component import Component, ConfigError, suggest
 
@@ -215,9 +215,9 @@ class Decoder(nn.Module):
 class DecoderConfig:
     """The architecture fields that all families have. A family adds fields in a subclass.
 
-    Three of the fields have a meaning for the rest of titanlite: `max_position`, the maximum sequence length
-    in tokens; `tie_word_embeddings`, which is true if embedding and head share a weight; and
-    `sliding_window`, the window of the attention in tokens, or 0.
+    Three names have a meaning for the rest of titanlite: `max_position`, the maximum sequence length in
+    tokens; `tie_word_embeddings`, which is true if embedding and head share a weight; and `attention_kinds`,
+    a list with the AttentionKind of each layer, without which all layers have full attention.
 
     `may_be_zero`: fields for which 0 has a meaning; all other numbers have to be above 0."""
 
@@ -315,9 +315,10 @@ class ModelFamily(Component, kind="model", makes=(Decoder,)):
         return getattr(self.config, "max_position", None)
 
     @property
-    def sliding_window(self) -> int:
-        """The sliding window of the model's attention, in tokens; 0: none."""
-        return getattr(self.config, "sliding_window", 0)
+    def attention_kinds(self) -> list[AttentionKind]:
+        """The kind of attention of each layer."""
+        config = self.config
+        return getattr(config, "attention_kinds", None) or [AttentionKind()] * config.n_layers
 
     @property
     def num_experts(self) -> int:

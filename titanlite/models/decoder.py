@@ -12,12 +12,12 @@ import copy
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
-from titanlite.attention.base import Attention
+from titanlite.attention.base import Attention, AttentionKind
 from titanlite.attention.sdpa import CAUSAL
 from titanlite.config.component import ConfigError, suggest
 from titanlite.models.base import Decoder, DecoderConfig, HeadFn, logits
@@ -37,11 +37,22 @@ ROPE_FIELDS = {  # the fields that each type of rotary scaling reads
 }  # fmt: skip
 
 
+class LayerKind(NamedTuple):
+    """What differs between the layers of a model. `rope`: base and scaling of the rotary positions."""
+
+    attention: AttentionKind
+    rope: tuple[float, RopeScaling]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RotaryConfig(DecoderConfig):
     """The architecture of one flavor. `max_position`: the maximum sequence length in tokens; a larger
-    training.seq_len is refused. `sliding_window`: each token sees so many tokens, itself included; 0: all
-    earlier tokens.
+    training.seq_len is refused.
+
+    `layer_pattern`: the attention of each layer by one letter, repeated over the layers: `L` all earlier
+    tokens, `S` the newest `sliding_window` tokens, the own one included. Empty: all layers are S if
+    sliding_window is above 0, otherwise L. `window_rope_theta`: the rotary base of S layers; 0: rope_theta.
+    `window_rope_scaled`: whether their rotary frequencies are scaled, too.
 
     `rope_factor` above 1 scales the rotary frequencies for sequences that are longer than
     rope_original_max_position. `rope_type`: how, `linear`, `llama3` or `yarn`; RopeScaling describes them and
@@ -53,7 +64,7 @@ class RotaryConfig(DecoderConfig):
     embedding and head have INIT_STD. `depth_scaled_init`: divide it by sqrt(2 n_layers) for the projections
     that write to the residual stream (GPT-2), so that the variance of the stream does not grow with depth."""
 
-    may_be_zero: ClassVar[tuple[str, ...]] = ("sliding_window", "rope_attention_factor")
+    may_be_zero: ClassVar[tuple[str, ...]] = ("sliding_window", "window_rope_theta", "rope_attention_factor")
 
     norm_eps: float
     rope_theta: float
@@ -67,6 +78,9 @@ class RotaryConfig(DecoderConfig):
     rope_attention_factor: float = 0.0
     max_position: int
     sliding_window: int = 0
+    layer_pattern: str = ""
+    window_rope_theta: float = 0.0
+    window_rope_scaled: bool = True
     tie_word_embeddings: bool = False
     residual_scale: float = 1.0
     attention_scale: float = 1.0
@@ -92,10 +106,47 @@ class RotaryConfig(DecoderConfig):
                 f"rope_type = {self.rope_type!r} without a rope_factor scales nothing; set both"
             )
 
+        self._check_pattern()
+
+    def _check_pattern(self) -> None:
+        if other := set(self.layer_pattern) - {"L", "S"}:
+            raise ConfigError(f"layer_pattern = {self.layer_pattern!r}: {min(other)!r} is neither L nor S")
+        if "S" in self.layer_pattern and not self.sliding_window:
+            raise ConfigError(f"layer_pattern = {self.layer_pattern!r} needs a sliding_window above 0")
+        if self.layer_pattern and "S" not in self.layer_pattern and self.sliding_window:
+            raise ConfigError(
+                f"layer_pattern = {self.layer_pattern!r} has no S, so that sliding_window = "
+                f"{self.sliding_window} has no effect; set it to 0"
+            )
+
+    @property
+    def layer_letters(self) -> str:
+        """The letter of each layer, as layer_pattern describes it."""
+        pattern = self.layer_pattern or ("S" if self.sliding_window else "L")
+        return (pattern * self.n_layers)[: self.n_layers]
+
+    @property
+    def layer_kinds(self) -> list[LayerKind]:
+        """The kind of each layer."""
+        full = LayerKind(AttentionKind(), (self.rope_theta, self.rope_scaling))
+        scaling = self.rope_scaling if self.window_rope_scaled else RopeScaling()
+        rope = self.window_rope_theta or self.rope_theta, scaling
+        window = LayerKind(AttentionKind(self.sliding_window), rope)
+        return [window if letter == "S" else full for letter in self.layer_letters]
+
+    @property
+    def attention_kinds(self) -> list[AttentionKind]:
+        """The kind of attention of each layer."""
+        return [kind.attention for kind in self.layer_kinds]
+
     def architecture_fields(self) -> dict[str, Any]:
         used = {"rope_type"} | ROPE_FIELDS[self.rope_type] if self.rope_factor != 1.0 else {"rope_factor"}
         without_effect = {"rope_type"}.union(INIT_FIELDS, *ROPE_FIELDS.values()) - used
-        fields = super().architecture_fields()
+        if "S" not in self.layer_letters:
+            without_effect |= {"window_rope_theta", "window_rope_scaled"}
+        if len(set(self.layer_letters)) == 1:  # sliding_window tells
+            without_effect.add("layer_pattern")
+        fields = super().architecture_fields() | {"layer_pattern": self.layer_letters}
         return {key: value for key, value in fields.items() if key not in without_effect}
 
     @property
@@ -220,7 +271,7 @@ class Model(nn.Module):
 
     def __init__(self, config: RotaryConfig, attention: type[AttentionLayer], mlp: MakeMLP):
         super().__init__()
-        self.config = config
+        self.config, self.kinds = config, config.layer_kinds
         self.embed_tokens: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
         blocks = {str(i): Block(config, attention(config), mlp(config, i)) for i in range(config.n_layers)}
         self.layers = nn.ModuleDict(blocks)
@@ -230,13 +281,16 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None, attention: Attention) -> torch.Tensor:
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
-        config = self.config
-        cos, sin = rope_tables(positions, config.rope_head_dim, config.rope_theta, config.rope_scaling)
-        if config.sliding_window:
-            attention = attention.with_window(config.sliding_window, positions.expand(len(x), -1))
+        kinds = [self.kinds[int(number)] for number in self.layers]
+        attentions = {kind.attention: attention for kind in kinds}
+        if any(kind != AttentionKind() for kind in attentions):
+            tokens_BT = positions.expand(len(x), -1)
+            attentions = {kind: attention.of_kind(kind, tokens_BT) for kind in attentions}
+        dim = self.config.rope_head_dim
+        tables = {rope: rope_tables(positions, dim, *rope) for rope in {kind.rope for kind in kinds}}
         h_BTD = self.embed_tokens(x) if self.embed_tokens is not None else x
-        for block in self.layers.values():
-            h_BTD = block(h_BTD, cos, sin, attention)
+        for block, kind in zip(self.layers.values(), kinds):
+            h_BTD = block(h_BTD, *tables[kind.rope], attentions[kind.attention])
         return self.norm(h_BTD) if self.norm is not None else h_BTD
 
 
@@ -327,7 +381,11 @@ class RotaryDecoder(Decoder):
 
     def flops_per_token(self, seq_len: int) -> int:
         # seq_len counts the keys that attention multiplies a token with; a window limits them.
-        return super().flops_per_token(min(seq_len, self.config.sliding_window or seq_len))
+        windows = [kind.window or seq_len for kind in self.config.attention_kinds]
+        num_keys = sum(min(seq_len, window) for window in windows)
+        config = self.config
+        per_key = 6 * config.n_heads * (config.head_dim + config.v_head_dim)
+        return super().flops_per_token(0) + per_key * num_keys
 
     def num_matmul_parameters(self) -> int:
         total = sum(p.numel() for p in self.parameters())

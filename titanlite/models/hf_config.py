@@ -1,7 +1,7 @@
 """Reading and writing Hugging Face's config.json for the decoders of `decoder.py`.
 
 The fields have other names but the same values. Features that the decoder lacks are refused: another
-activation, biases that differ from the family's, another rope type, or a sliding window in some layers only.
+activation, biases that differ from the family's, or another rope type.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ ROPE_TYPES = {
 }
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
 WITHOUT_DIRECTORY = "; a run that has started does not need it: resume with titanlite train RUN/job.toml"
+LAYER_TYPES = {"L": "full_attention", "S": "sliding_attention"}
 DEFAULT_WINDOW, DEFAULT_WINDOW_LAYERS = 4096, 28  # transformers' values for missing keys
 
 
@@ -155,31 +156,63 @@ def _yarn_attention_factor(rope: dict[str, Any]) -> float:
     return (over * log + 1.0) / (under * log + 1.0)
 
 
-def qwen_window(config: dict[str, Any], num_layers: int) -> int:
-    """The sliding window in the config.json of a Qwen model; 0: none. Raises ConfigError if only
-    some layers have it."""
+def layers_from_hf(layer_types: Any, num_layers: int, window: int) -> dict[str, Any]:
+    """`sliding_window` and `layer_pattern` of a RotaryConfig, from the list `layer_types` of a config.json.
+    `window`: of the layers that have one."""
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise ConfigError(f"config.json: layer_types is not a list of {num_layers} layers")
+    for layer_type in layer_types:
+        if layer_type not in LAYER_TYPES.values():
+            raise ConfigError(f"config.json: layer_types: {json.dumps(layer_type)} is not supported")
+    letters = {layer_type: letter for letter, layer_type in LAYER_TYPES.items()}
+    pattern = "".join(letters[layer_type] for layer_type in layer_types)
+    if "S" not in pattern:
+        return {"sliding_window": 0, "layer_pattern": ""}
+    return {"sliding_window": window, "layer_pattern": shortest_pattern(pattern) if "L" in pattern else ""}
+
+
+def shortest_pattern(letters: str) -> str:
+    """The shortest string whose repetition begins with `letters`."""
+    sizes = range(1, len(letters) + 1)
+    return next(letters[:n] for n in sizes if (letters[:n] * len(letters))[: len(letters)] == letters)
+
+
+def layers_to_hf(config: RotaryConfig) -> dict[str, Any]:
+    """The keys of a config.json for the sliding windows of the layers."""
+    layer_types = [LAYER_TYPES[letter] for letter in config.layer_letters]
+    return {"sliding_window": config.sliding_window or None, "layer_types": layer_types}
+
+
+def qwen_window(config: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """`sliding_window` and `layer_pattern` of a RotaryConfig, from the config.json of a Qwen model. Without
+    `layer_types`, the layers from the number max_window_layers on have the window."""
     if not config.get("use_sliding_window") or config.get("sliding_window", DEFAULT_WINDOW) is None:
-        return 0
-    full, sliding = "full_attention", "sliding_attention"
+        return {"sliding_window": 0, "layer_pattern": ""}
     layer_types = config.get("layer_types")
     if not layer_types:
         first = config.get("max_window_layers", DEFAULT_WINDOW_LAYERS)
         if type(first) is not int:
             raise ConfigError(f"config.json: max_window_layers = {json.dumps(first)} is not an integer")
-        layer_types = [full] * min(first, num_layers) + [sliding] * (num_layers - first)
-    if set(layer_types) not in ({full}, {sliding}):
-        raise ConfigError("config.json: a sliding window in some layers only (layer_types) is not supported")
-    return config.get("sliding_window", DEFAULT_WINDOW) if sliding in layer_types else 0
+        layer_types = [LAYER_TYPES["L" if i < first else "S"] for i in range(num_layers)]
+    return layers_from_hf(layer_types, num_layers, config.get("sliding_window", DEFAULT_WINDOW))
 
 
 def qwen_window_to_hf(config: RotaryConfig) -> dict[str, Any]:
-    """The keys of a Qwen model's config.json for its sliding window, which all layers have or none."""
-    window = config.sliding_window
-    return {
-        "use_sliding_window": window > 0,
-        "sliding_window": window or None,
-        "max_window_layers": 0 if window else config.n_layers,
-    }
+    """The keys of a Qwen model's config.json for the sliding windows of the layers."""
+    has_window = config.sliding_window > 0
+    first = 0 if has_window else config.n_layers  # for releases of transformers without layer_types
+    return layers_to_hf(config) | {"use_sliding_window": has_window, "max_window_layers": first}
+
+
+def check_equal_layers(config: RotaryConfig) -> None:
+    """Raises ConfigError if layers have attention of different kinds, for families whose Hugging Face form
+    has one kind."""
+    if len(set(config.layer_letters)) > 1:
+        raise ConfigError(
+            f"layer_pattern = {config.layer_pattern!r}: in Hugging Face's form of this family all layers "
+            "have the same attention; 'qwen3' has layers of several kinds",
+            "model.overrides.layer_pattern",
+        )
 
 
 def check_no_window(config: RotaryConfig) -> None:

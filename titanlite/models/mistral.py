@@ -10,7 +10,7 @@ from typing import Any
 
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.decoder import RotaryConfig, RotaryDecoder
-from titanlite.models.hf_config import DEFAULT_WINDOW, from_hf, to_hf
+from titanlite.models.hf_config import DEFAULT_WINDOW, check_equal_layers, from_hf, to_hf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,7 @@ class Mistral(ModelFamily, name="mistral"):
         return RotaryDecoder(self.config)
 
     def hf_config(self) -> dict[str, Any]:
+        check_equal_layers(self.config)
         return {
             "architectures": ["MistralForCausalLM"],
             "model_type": "mistral",

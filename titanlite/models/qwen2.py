@@ -84,7 +84,7 @@ class Qwen2(ModelFamily, name="qwen2"):
         own = ("use_sliding_window", "attention_bias")  # the biases are the same in all models
         defaults = {"num_key_value_heads": 32, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
         fields = from_hf(config, own, **defaults)
-        return cls.of_shape(fields | {"sliding_window": qwen_window(config, fields["n_layers"])})
+        return cls.of_shape(fields | qwen_window(config, fields["n_layers"]))
 
 
 class SelfAttention(decoder.SelfAttention):

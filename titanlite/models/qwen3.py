@@ -66,7 +66,7 @@ class Qwen3(ModelFamily, name="qwen3"):
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> ModelFamily:
         fields = from_hf(config, ("use_sliding_window",), head_dim=128, tie_word_embeddings=False)
-        return cls.of_shape(fields | {"sliding_window": qwen_window(config, fields["n_layers"])})
+        return cls.of_shape(fields | qwen_window(config, fields["n_layers"]))
 
 
 TP_PLAN = {"model.layers.*.self_attn.[qk]_norm": "heads"}

@@ -11,7 +11,7 @@ from typing import Any
 
 from titanlite.config.component import ConfigError
 from titanlite.models.base import Decoder, ModelFamily
-from titanlite.models.hf_config import from_hf, qwen_window, qwen_window_to_hf, to_hf
+from titanlite.models.hf_config import check_equal_layers, from_hf, qwen_window, qwen_window_to_hf, to_hf
 from titanlite.models.moe import MoEConfig, MoEDecoder, MoEFamily, experts_from_hf, experts_to_hf
 from titanlite.models.qwen3 import TP_PLAN, Qwen3Config, SelfAttention
 
@@ -58,6 +58,7 @@ class Qwen3MoE(MoEFamily, name="qwen3_moe"):
         return MoEDecoder(self.config, SelfAttention, TP_PLAN)
 
     def hf_config(self) -> dict[str, Any]:
+        check_equal_layers(self.config)
         return {
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
@@ -81,7 +82,11 @@ class Qwen3MoE(MoEFamily, name="qwen3_moe"):
         if config.get("moe_intermediate_size") is None:
             raise ConfigError("config.json has no moe_intermediate_size")
         fields = from_hf(config, ("use_sliding_window",), head_dim=128, tie_word_embeddings=False)
-        fields |= {"sliding_window": qwen_window(config, fields["n_layers"])}
+        fields |= qwen_window(config, fields["n_layers"])
+        if fields["layer_pattern"]:
+            raise ConfigError(
+                "config.json: a sliding window in some layers only is not supported with experts"
+            )
         return cls.of_shape(
             {**fields, **experts_from_hf(config), "moe_hidden_dim": config["moe_intermediate_size"]}
         )

@@ -12,7 +12,7 @@ import torch
 
 from tests.examples.sliding_window import SlidingWindow
 from titanlite.attention.auto import Auto
-from titanlite.attention.base import Attention, AttentionBackend, AttentionNeeds
+from titanlite.attention.base import Attention, AttentionBackend, AttentionKind, AttentionNeeds
 from titanlite.attention.flex import Flex
 from titanlite.attention.head_tail import HeadTail
 from titanlite.attention.sdpa import CAUSAL, SDPA, SDPAttention
@@ -207,7 +207,9 @@ def test_flex_takes_no_small_heads() -> None:
 def test_the_kernel_that_auto_chooses_for_a_window(
     device: str, options: dict[str, bool], chosen: str
 ) -> None:
-    short, whole = (replace(needs(device, torch.bfloat16, **options), window=size) for size in (63, 64))
+    short, whole = (
+        replace(needs(device, torch.bfloat16, **options), kinds=(AttentionKind(size),)) for size in (63, 64)
+    )
     assert Auto().build(short).name == chosen
     assert not whole.has_effective_window
     if options.get("context_parallel") and device == "cpu":
@@ -216,7 +218,7 @@ def test_the_kernel_that_auto_chooses_for_a_window(
 
 @pytest.mark.parametrize("backend", [HeadTail, Flex], ids=lambda backend: backend.name)
 def test_a_kernel_without_windows_is_refused(backend: type[SDPA]) -> None:
-    run = replace(needs("cpu", torch.float32, context_parallel=True), window=16)
+    run = replace(needs("cpu", torch.float32, context_parallel=True), kinds=(AttentionKind(16),))
     message = (
         f"'{backend.name}' does not work on cpu with float32, head_dim 16 and a sliding window of 16 tokens "
         "under context parallel; working backends: sdpa"
@@ -231,14 +233,14 @@ def test_a_backend_from_outside_has_to_say_that_it_supports_windows() -> None:
     class Outside(SlidingWindow):
         name = "outside"
 
-    run = replace(needs("cpu", torch.float32), window=16)
+    run = replace(needs("cpu", torch.float32), kinds=(AttentionKind(16),))
     with pytest.raises(ConfigError, match="'outside' does not support the model's sliding window of 16") as e:
         Outside().build(run)
     assert e.value.key == "attention.backend"
     Outside.supports_window = True
     assert Outside().build(run).name == "outside"
     with pytest.raises(ConfigError, match="Attention does not support a sliding window"):
-        Attention().with_window(16, torch.zeros(1, 64))
+        Attention().of_kind(AttentionKind(16), torch.zeros(1, 64))
 
 
 def test_auto_does_not_choose_head_tail_for_another_sdpa_kernel() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from titanlite.attention import flash_attention_4
 from titanlite.attention.auto import Auto
-from titanlite.attention.base import AttentionBackend, AttentionNeeds
+from titanlite.attention.base import AttentionBackend, AttentionKind, AttentionNeeds
 from titanlite.attention.flash_attention_4 import FlashAttention4
 from titanlite.attention.head_tail import HeadTail
 from titanlite.attention.sdpa import SDPA
@@ -54,7 +54,7 @@ def refused(**fields: Any) -> str:
             "does not support document masks and sliding windows under context parallel",
         ),
         (
-            {"context_parallel": True, "window": 50},
+            {"context_parallel": True, "kinds": (AttentionKind(), AttentionKind(50))},
             "does not support document masks and sliding windows under context parallel",
         ),
     ],

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.tiers import full
+from titanlite.attention.base import AttentionKind
 from titanlite.attention.head_tail import HeadTailAttention, head_tail_attention
 from titanlite.config.component import ConfigError
 
@@ -62,9 +63,9 @@ class TwoRanks:
 def test_a_window_that_hides_no_token_changes_nothing() -> None:
     attention = HeadTailAttention(TwoRanks())  # type: ignore[arg-type]
     tokens = torch.zeros(1, SIZE)  # of a sequence of twice as many
-    assert attention.with_window(2 * SIZE, tokens) is attention
+    assert attention.of_kind(AttentionKind(2 * SIZE), tokens) is attention
     with pytest.raises(ConfigError, match="HeadTailAttention does not support a sliding window"):
-        attention.with_window(2 * SIZE - 1, tokens)
+        attention.of_kind(AttentionKind(2 * SIZE - 1), tokens)
 
 
 def test_bf16_is_as_precise_as_for_the_whole_sequence() -> None:

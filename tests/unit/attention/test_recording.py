@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.examples.sliding_window import SlidingWindow
 from titanlite.attention import flex
-from titanlite.attention.base import Attention, AttentionNeeds
+from titanlite.attention.base import Attention, AttentionKind, AttentionNeeds
 from titanlite.attention.flex import Flex, WindowedFlex
 from titanlite.attention.kv_cache import KVCache
 from titanlite.attention.recording import RecordingAttention, attention_statistics
@@ -103,17 +103,17 @@ def test_a_window_hides_the_same_keys_from_every_kernel(monkeypatch: pytest.Monk
             (backend.for_sequences(POSITIONS), near),
             (backend.for_documents(POSITIONS, 5), near & same),
         ):
-            seen = attention.with_window(window, POSITIONS).visible_keys(k, indices)
+            seen = attention.of_kind(AttentionKind(window), POSITIONS).visible_keys(k, indices)
             assert seen is not None
             assert torch.equal(seen[1].expand(3, -1, -1), wanted)
             if type(backend) is SDPA:
-                out = attention.with_window(window, POSITIONS).attend(q, k, v)
+                out = attention.of_kind(AttentionKind(window), POSITIONS).attend(q, k, v)
                 assert torch.allclose(out, SDPAttention(wanted[:, None]).attend(q, k, v), atol=1e-6)
     queries, gathered = torch.tensor([3, 4, 5, 6, 7, 8]), torch.cat((indices[:3], indices[9:], indices[3:9]))
     local = POSITIONS[:, queries]
     for numbers, wanted in ((None, near), (documents, near & same)):
         for backend in (SDPA(), Flex()):
-            attention = backend.masked(queries, gathered, numbers).with_window(window, local)
+            attention = backend.masked(queries, gathered, numbers).of_kind(AttentionKind(window), local)
             seen = attention.visible_keys(k, torch.arange(6))
             assert seen is not None
             assert torch.equal(seen[1].expand(3, -1, -1), wanted[:, queries][:, :, gathered])
@@ -133,13 +133,16 @@ def test_flex_makes_one_block_mask_per_micro_batch(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(flex, "_create_block_mask", counted)
     needs = AttentionNeeds(
         device=torch.device("cuda"), dtype=torch.bfloat16, seq_len=64, n_heads=4, n_kv_heads=2, head_dim=16,
-        masks_documents=True, window=window,
+        masks_documents=True, kinds=(AttentionKind(window),),
     )  # fmt: skip
     backend = Flex().build(needs)
     assert backend.name == "flex"
     attention, dense = backend.for_documents(POSITIONS, 5), MASKS["documents"]
     if window:
-        attention, dense = attention.with_window(window, POSITIONS), dense.with_window(window, POSITIONS)
+        attention, dense = (
+            attention.of_kind(AttentionKind(window), POSITIONS),
+            dense.of_kind(AttentionKind(window), POSITIONS),
+        )
     assert num_made == 1
     assert torch.equal(visible(attention), visible(dense))
     assert num_made == 1
@@ -150,7 +153,9 @@ def test_flex_also_attends_without_the_window_of_the_model(monkeypatch: pytest.M
     monkeypatch.setattr(flex, "_flex_attention", print)
     monkeypatch.setattr(flex, "_create_block_mask", create_block_mask)
     attention = WindowedFlex().for_documents(POSITIONS, 5)
-    assert not torch.equal(visible(attention.with_window(3, POSITIONS)), visible(MASKS["documents"]))
+    assert not torch.equal(
+        visible(attention.of_kind(AttentionKind(3), POSITIONS)), visible(MASKS["documents"])
+    )
     assert torch.equal(visible(attention), visible(MASKS["documents"]))
 
 
@@ -171,7 +176,7 @@ def test_a_dense_window_needs_one_byte_per_pair_of_tokens(documents: bool) -> No
     tokens = torch.arange(256).repeat(2, 1)
     attention = SDPA().for_documents(tokens, 2) if documents else SDPA().for_sequences(tokens)
     with LargestTensor() as largest:
-        attention.with_window(40, tokens)
+        attention.of_kind(AttentionKind(40), tokens)
     assert largest.num_bytes == 256 * 256 * (2 if documents else 1)
 
 
@@ -179,8 +184,10 @@ def test_a_window_of_a_recorded_attention_is_recorded() -> None:
     records = list[torch.Tensor]()
     recorder = RecordingAttention(CAUSAL, QUERIES, lambda largest, entropy, count: records.append(entropy))
     q, k, v = tensors()
-    windowed = CAUSAL.with_window(1, POSITIONS)
-    assert torch.equal(recorder.with_window(1, POSITIONS).attend(q, k, v), windowed.attend(q, k, v))
+    windowed = CAUSAL.of_kind(AttentionKind(1), POSITIONS)
+    assert torch.equal(
+        recorder.of_kind(AttentionKind(1), POSITIONS).attend(q, k, v), windowed.attend(q, k, v)
+    )
     assert records[0].abs().max() == 0.0, "each token sees itself only"
 
 

@@ -45,9 +45,11 @@ CASES = {
     "qwen3 linear": (Qwen3, {"head_dim": 16, **LINEAR}),
     "qwen3 window": (Qwen3, {"head_dim": 16, **WINDOW}),
     "qwen2 window": (Qwen2, {"head_dim": 16, **WINDOW}),
+    "qwen3 mixed": (Qwen3, {"head_dim": 16, **WINDOW, "layer_pattern": "SL"}),
+    "qwen2 mixed": (Qwen2, {"head_dim": 16, **WINDOW, "layer_pattern": "LSS"}),
     "mistral": (Mistral, {"head_dim": 16, "sliding_window": 0, "rope_theta": 1e6}),
 }
-DEFAULT_TIER = {*list(CASES)[:6], "qwen2 yarn tied", "mistral window linear"}
+DEFAULT_TIER = {*list(CASES)[:6], "qwen3 mixed", "qwen2 yarn tied", "mistral window linear"}
 
 
 def family_of(case: str) -> ModelFamily:
@@ -135,6 +137,8 @@ def test_control_each_part_of_a_family_counts() -> None:
     [
         ("mistral window", {"sliding_window": 0}),
         ("mistral window", {"sliding_window": 49}),
+        ("qwen3 mixed", {"sliding_window": 49}),
+        ("qwen3 mixed", {"layer_pattern": "LS"}),
         ("mistral window linear", {"rope_type": "llama3", "rope_factor": 1.0}),
         ("qwen2 yarn tied", {"rope_type": "llama3", "rope_factor": 1.0}),
         ("qwen2 yarn tied", {"rope_type": "linear"}),
@@ -382,20 +386,29 @@ def test_the_window_of_a_config_without_one_is_that_of_transformers(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("change", "window"),
+    ("change", "window", "pattern"),
     [
-        ({"max_window_layers": 0}, 32768),
-        ({"max_window_layers": 0, "sliding_window": None}, 0),
-        ({"max_window_layers": 99}, 0),
-        ({"layer_types": ["sliding_attention"] * 24}, 32768),
-        ({"layer_types": ["sliding_attention"] * 24, "max_window_layers": None}, 32768),
-        ({"layer_types": ["full_attention"] * 24, "max_window_layers": 0}, 0),
+        ({"max_window_layers": 0}, 32768, ""),
+        ({"max_window_layers": 0, "sliding_window": None}, 0, ""),
+        ({"max_window_layers": 99}, 0, ""),
+        ({"max_window_layers": 21}, 32768, "L" * 21 + "SSS"),
+        ({"layer_types": ["sliding_attention"] * 24}, 32768, ""),
+        ({"layer_types": ["sliding_attention"] * 24, "max_window_layers": None}, 32768, ""),
+        ({"layer_types": ["full_attention"] * 24, "max_window_layers": 0}, 0, ""),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 12}, 32768, "SL"),
     ],
     ids=str,
 )
-def test_the_window_of_a_qwen_model(change: dict[str, Any], window: int, tmp_path: Path) -> None:
+def test_the_windows_of_a_qwen_model(
+    change: dict[str, Any], window: int, pattern: str, tmp_path: Path
+) -> None:
     write(tmp_path, QWEN2 | {"use_sliding_window": True} | change)
-    assert read_family(tmp_path).config.sliding_window == window
+    config = read_family(tmp_path).config
+    assert (config.sliding_window, config.layer_pattern) == (window, pattern)
+    if None not in change.values():  # which transformers refuses, or reads as a value
+        wanted = transformers.AutoConfig.from_pretrained(tmp_path)
+        letters = ["SL"[one == "full_attention"] for one in wanted.layer_types]
+        assert config.layer_letters == "".join(letters)
 
 
 @pytest.mark.parametrize(
@@ -466,8 +479,13 @@ def test_the_window_of_a_qwen_model(change: dict[str, Any], window: int, tmp_pat
         (LLAMA, {"use_sliding_window": True}, "use_sliding_window = true; only false is supported"),
         (
             QWEN2,
-            {"use_sliding_window": True, "max_window_layers": 21},
-            "a sliding window in some layers only (layer_types) is not supported",
+            {"use_sliding_window": True, "layer_types": ["linear_attention"] * 24},
+            'layer_types: "linear_attention" is not supported',
+        ),
+        (
+            QWEN2,
+            {"use_sliding_window": True, "layer_types": ["sliding_attention"]},
+            "layer_types is not a list of 24 layers",
         ),
         (
             QWEN2,
