@@ -117,6 +117,14 @@ def all_gather_with_gradient(tensor: torch.Tensor, dim: int, group: dist.Process
     return gather(tensor, dim, group)
 
 
+def all_to_all_with_gradient(
+    tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Send `sent[r]` rows of `tensor`, in order, to rank r of `group`. Returns the rows of all ranks in
+    order, `received[r]` of rank r. The backward sends the gradients back."""
+    return funcol.all_to_all_single_autograd(tensor, list(received), list(sent), group)
+
+
 def skip_p2p_to_own_rank(stage: Any) -> None:
     """Skip sends from a rank to itself when a pipeline stage warms up its connections.
 

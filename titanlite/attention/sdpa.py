@@ -71,22 +71,73 @@ CAUSAL = SDPAttention()
 
 class GatheredAttention(Attention):
     """Attention of this rank's queries over gathered keys and values. `attention` has the mask for the order
-    of the gathered keys."""
+    of the gathered keys. `documents_BT` int32: the number of the document at each position of the whole
+    sequences; None without document masks. `backend` makes the masks of layers with a window."""
 
-    def __init__(self, attention: Attention, sharding: SequenceSharding):
+    def __init__(
+        self,
+        attention: Attention,
+        sharding: SequenceSharding,
+        backend: SDPA,
+        documents_BT: torch.Tensor | None,
+    ):
         self.attention, self.sharding = attention, sharding
+        self.backend, self.documents_BT = backend, documents_BT
 
     def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
         k_BTKE, v_BTKE = self.sharding.gather(k_BTKE), self.sharding.gather(v_BTKE)
         return self.attention.attend(q_BTHE, k_BTKE, v_BTKE)
 
     def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
-        return GatheredAttention(self.attention.of_kind(kind, tokens_BT), self.sharding)
+        size = tokens_BT.shape[1] // 2  # of a chunk
+        if 1 < kind.window <= size:
+            return ChunkAttention(self.attention_in_chunks(kind, tokens_BT), self.sharding, kind.window, self)
+        return GatheredAttention(
+            self.attention.of_kind(kind, tokens_BT), self.sharding, self.backend, self.documents_BT
+        )
+
+    def attention_in_chunks(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
+        """Attention of `SequenceSharding.chunks` over `chunks_with_previous`, for keys of window - 1 tokens
+        before a chunk."""
+        (B, length), device, sharding = tokens_BT.shape, tokens_BT.device, self.sharding
+        size, before = length // 2, kind.window - 1
+        documents_BT = self.documents_BT
+        if documents_BT is None:
+            documents_BT = torch.zeros(B, length * sharding.size, dtype=torch.int32, device=device)
+        numbers = torch.nn.functional.pad(documents_BT, (before, 0), value=-1)  # no token's document
+        starts = sharding.rank * size, (2 * sharding.size - 1 - sharding.rank) * size
+        documents = torch.cat([numbers[:, start : start + before + size] for start in starts])
+        positions = torch.arange(before + size, device=device)
+        attention = self.backend.masked(positions[before:], positions, documents)
+        return attention.of_kind(kind, torch.empty(2 * B, size, device="meta"))
 
     def visible_keys(
         self, k_BTKE: torch.Tensor, queries: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         return self.attention.visible_keys(self.sharding.gather(k_BTKE), queries)
+
+
+class ChunkAttention(Attention):
+    """Attention of this rank's two chunks of each sequence with a sliding window, which reaches back into the
+    chunk before only. `attention` has the mask, `gathered` is the attention over whole sequences."""
+
+    def __init__(
+        self, attention: Attention, sharding: SequenceSharding, window: int, gathered: GatheredAttention
+    ):
+        self.attention, self.sharding = attention, sharding
+        self.window, self.gathered = window, gathered
+
+    def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
+        sharding, before = self.sharding, self.window - 1
+        keys, values = (sharding.chunks_with_previous(x, before) for x in (k_BTKE, v_BTKE))
+        return sharding.joined(self.attention.attend(sharding.chunks(q_BTHE), keys, values))
+
+    def visible_keys(
+        self, k_BTKE: torch.Tensor, queries: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        kind = AttentionKind(self.window)
+        whole = self.gathered.attention.of_kind(kind, k_BTKE[..., 0, 0])
+        return whole.visible_keys(self.sharding.gather(k_BTKE), queries)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,12 +225,10 @@ class SDPA(AttentionBackend, name="sdpa"):
         self, sharding: SequenceSharding, tokens_BT: torch.Tensor, positions_BT: torch.Tensor | None
     ) -> Attention:
         length, device = tokens_BT.shape[1], tokens_BT.device
-        attention = self.masked(
-            sharding.local_positions(length, device),
-            sharding.gathered_positions(length, device),
-            None if positions_BT is None else document_numbers(positions_BT),
-        )
-        return GatheredAttention(attention, sharding)
+        documents_BT = None if positions_BT is None else document_numbers(positions_BT)
+        queries, keys = sharding.local_positions(length, device), sharding.gathered_positions(length, device)
+        attention = self.masked(queries, keys, documents_BT)
+        return GatheredAttention(attention, sharding, self, documents_BT)
 
     def masked(
         self, query_positions: torch.Tensor, key_positions: torch.Tensor, documents_BT: torch.Tensor | None
