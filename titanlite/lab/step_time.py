@@ -6,7 +6,8 @@ products, which are not repeated; r: share of the blocks whose forward is repeat
 size E.
 
     matrix products   (6 N + 2 r N_b) t FLOPs
-    attention         (6 + 2 r) L H E T t FLOPs: half of 12 L H E T t, because it is causal
+    attention         (6 + 2 r) L H E T t FLOPs: half of 12 L H E T t, because it is causal; of layers with a
+                      window W below T, 12 H E W (1 - W / 2T) t with r = 0
     memory traffic    5 x (bytes of kept activations and logits)
     optimizer         16 bytes per parameter and twice its state, and Optimizer.step_flops
     communication     FSDP gathers weights in the compute dtype once or twice per micro-batch, and reduces
@@ -128,7 +129,10 @@ def _compute(run: PlannedRun, cluster: Cluster) -> dict[str, float]:
         products *= 1 - (1 - FLOAT8_TIME) * block_share
     head_products, speeds = (forward - attention) * (1 - block_share), cluster.speeds
     products = (products - head_products) * speeds.blocks + head_products * speeds.head
-    causal = attention / 2 * (1 + repeated / 3) * speeds.blocks
+    seq_len = run.job.training.seq_len
+    keys = [min(kind.window or seq_len, seq_len) for kind in run.job.model.attention_kinds]
+    visible = sum(num * (1 - num / (2 * seq_len)) for num in keys) / sum(keys)  # of the keys that are counted
+    causal = attention * visible * (1 + repeated / 3) * speeds.blocks
     tokens, peak = run.tokens, cluster.card.flops * tp
     kept_bytes = sum(run.shape.tensors().values()) * config.n_layers * (1 + repeated / 3)
     logits = 2 * run.param_dtype.itemsize * net.vocab_size / tp

@@ -330,3 +330,21 @@ def test_gpus_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--gpus"):
         parse_gpus(text)
     assert parse_gpus("64 x h100") == (64, H100)
+
+
+def test_the_time_of_attention_follows_the_windows_of_the_layers() -> None:
+    """Of sequences of T tokens, a query sees T / 2 keys on average, with a window W below T W - W^2 / 2T."""
+
+    def attention_s(*overrides: str) -> float:
+        keys = ["--training.seq_len=2048", "--model.name=qwen3", "--model.overrides.n_layers=4", *overrides]
+        cluster = Cluster(H100, 1)
+        run = planned_run(load_job("train_configs/llama3_8b.toml", keys, None), cluster)
+        time = assess(run, cluster).time
+        assert time is not None
+        return time.parts["attention"]
+
+    window = ["--model.overrides.sliding_window=512"]
+    full, windows = attention_s(), attention_s(*window)
+    mixed = attention_s(*window, "--model.overrides.layer_pattern=SSSL")
+    assert windows / full == pytest.approx((512 - 512**2 / 4096) / 1024)
+    assert mixed == pytest.approx(0.75 * windows + 0.25 * full)
