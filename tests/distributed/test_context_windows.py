@@ -64,7 +64,7 @@ def errors_on_rank(ranks: int, window: int, documents: bool, sharding_type: Any 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(
     ("ranks", "window"),
-    [(2, 4), full(2, 1), full(2, 2), full(2, SIZE), full(2, SIZE + 1), (3, SIZE), full(4, 3)],
+    [(2, 4), full(2, 1), full(2, 2), full(2, SIZE), full(2, SIZE + 1), full(3, SIZE), full(4, 3)],
 )
 def test_outputs_and_gradients_are_those_of_whole_sequences(ranks: int, window: int, documents: bool) -> None:
     assert max(run(ranks, errors_on_rank, ranks, window, documents)) < 1e-12
