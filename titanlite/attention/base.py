@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +19,29 @@ import torch.nn.functional as F
 from titanlite.attention.context_parallel import SequenceSharding
 from titanlite.config.component import Component, ConfigError
 
+SINKS, SOFT_CAP = "attention sinks", "a soft cap of attention scores"  # in messages
+
 
 class AttentionKind(NamedTuple):
     """The attention of a layer. `window` in tokens: of the tokens that it would see, a token sees those at a
-    distance below it, itself included; 0: all of them."""
+    distance below it, itself included; 0: all of them. `has_sinks`: `attend` gets attention sinks.
+    `soft_cap` c: scores s become c * tanh(s / c) before the softmax (Gemma 2); 0: they stay."""
 
     window: int = 0
+    has_sinks: bool = False
+    soft_cap: float = 0.0
 
     def __str__(self) -> str:
-        return f"window {self.window}" if self.window else "full"
+        extras = [
+            *(["sinks"] if self.has_sinks else []),
+            *([f"cap {self.soft_cap:g}"] if self.soft_cap else []),
+        ]
+        return ", ".join([f"window {self.window}" if self.window else "full", *extras])
+
+    @property
+    def changes_softmax(self) -> bool:
+        """Whether a mask over scaled scores does not describe the attention."""
+        return self.has_sinks or self.soft_cap > 0
 
 
 class Attention:
@@ -37,9 +51,17 @@ class Attention:
     new values do not recompile the graph, new shapes do.
     """
 
-    def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        q_BTHE: torch.Tensor,
+        k_BTKE: torch.Tensor,
+        v_BTKE: torch.Tensor,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Causal attention, scaled by 1 / sqrt(E), E the head dim of queries and keys. Returns [B, T, H, E],
-        E the head dim of the values."""
+        E the head dim of the values. `sinks_H`, in layers of a kind with sinks: a logit for each query head,
+        which takes part in the softmax over the keys and has no value (gpt-oss). Models pass it only then, so
+        that a class without sinks need not have the argument."""
         raise NotImplementedError
 
     def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
@@ -47,7 +69,8 @@ class Attention:
 
         A model calls this method once per forward and kind, outside of its blocks, unless all of its layers
         have full attention. Only shape and device of `tokens_BT`, this rank's tokens, matter. Default: raises
-        ConfigError for a sliding window."""
+        ConfigError for a sliding window, sinks and a soft cap."""
+        check_plain_softmax(self, kind)
         if kind.window:
             raise ConfigError(f"{type(self).__name__} does not support a sliding window", "attention.backend")
         return self
@@ -62,6 +85,13 @@ class Attention:
         parallel, collective. None, the default: the class does not tell.
         """
         return None
+
+
+def check_plain_softmax(attention: Attention, kind: AttentionKind) -> None:
+    """Raises ConfigError if the kind has sinks or a soft cap, for classes that support neither."""
+    if kind.changes_softmax:
+        feature = SINKS if kind.has_sinks else SOFT_CAP
+        raise ConfigError(f"{type(attention).__name__} does not support {feature}", "attention.backend")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +121,21 @@ class AttentionNeeds:
         return min((kind.window for kind in self.kinds if kind.window), default=0)
 
     @property
+    def has_sinks(self) -> bool:
+        """Whether a layer has attention sinks."""
+        return any(kind.has_sinks for kind in self.kinds)
+
+    @property
+    def has_soft_cap(self) -> bool:
+        """Whether a layer caps its attention scores."""
+        return any(kind.soft_cap > 0 for kind in self.kinds)
+
+    @property
+    def changes_softmax(self) -> bool:
+        """Whether a mask over scaled scores does not describe the attention of a layer."""
+        return any(kind.changes_softmax for kind in self.kinds)
+
+    @property
     def has_other_values(self) -> bool:
         """Whether the values have another head dim than queries and keys."""
         return self.v_head_dim not in (0, self.head_dim)
@@ -118,10 +163,40 @@ class AttentionBackend(Component, kind="attention backend", key="backend"):
     """Whether the attention objects' method `of_kind` takes a sliding window."""
     supports_v_head_dim: ClassVar[bool] = False
     """Whether the head dim of the values may differ from the head dim of queries and keys in `attend`."""
+    supports_sinks: ClassVar[bool] = False
+    """Whether the attention objects take sinks: a kind with sinks in `of_kind`, and `sinks_H` in `attend`."""
+    supports_soft_cap: ClassVar[bool] = False
+    """Whether the attention objects' method `of_kind` takes a soft cap of scores."""
 
     linear_memory: ClassVar[bool] = False
     """Whether memory is linear in the sequence length, also with masks. FSDP and `titanlite plan` then count
     on it."""
+
+    @classmethod
+    def works_on(cls, needs: AttentionNeeds) -> bool:
+        """Whether the backend supports the masks in `needs` on this device and in this dtype."""
+        return True
+
+    @classmethod
+    def supports_softmax(cls, needs: AttentionNeeds) -> bool:
+        """Whether the backend supports the sinks and soft caps of the layers."""
+        has_sinks = cls.supports_sinks or not needs.has_sinks
+        return has_sinks and (cls.supports_soft_cap or not needs.has_soft_cap)
+
+    def check_softmax(self, needs: AttentionNeeds) -> None:
+        """Raises ConfigError if the backend does not support the sinks or soft caps of the layers."""
+        for is_needed, is_supported, feature in (
+            (needs.has_sinks, self.supports_sinks, SINKS),
+            (needs.has_soft_cap, self.supports_soft_cap, SOFT_CAP),
+        ):
+            if is_needed and not is_supported:
+                choices: list[Any] = list(AttentionBackend.choices.values())
+                names = [b.name for b in choices if b.supports_softmax(needs) and b.works_on(needs)]
+                raise ConfigError(
+                    f"{self.name!r} does not support {feature}, which the model has; working backends: "
+                    f"{', '.join(names)}",
+                    "attention.backend",
+                )
 
     def build(self, needs: AttentionNeeds) -> AttentionBackend:
         """The backend for the run: normally `self`; `auto` returns the backend that it chooses. Called once,
@@ -137,6 +212,7 @@ class AttentionBackend(Component, kind="attention backend", key="backend"):
                 f"keys of head dim {needs.head_dim}",
                 "attention.backend",
             )
+        self.check_softmax(needs)
         whole = not (needs.masks_documents or needs.context_parallel)
         for needed, method, feature in (
             (whole, "for_sequences", "whole sequences"),

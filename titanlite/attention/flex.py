@@ -3,6 +3,7 @@ are fully masked are not computed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -53,10 +54,10 @@ class Mask(NamedTuple):
 
 class FlexAttention(Attention):
     """Attention with a block mask, which `prepared` makes outside of compiled blocks, otherwise the first
-    call of `attend`."""
+    call of `attend`. `soft_cap`: as in AttentionKind."""
 
-    def __init__(self, mask: Mask):
-        self.mask = mask
+    def __init__(self, mask: Mask, soft_cap: float = 0.0):
+        self.mask, self.score_mod = mask, _capped(soft_cap) if soft_cap else None
 
     @cached_property
     def block_mask(self) -> BlockMask:
@@ -67,15 +68,30 @@ class FlexAttention(Attention):
         self.block_mask  # noqa: B018 -- cached
         return self
 
-    def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        q_BTHE: torch.Tensor,
+        k_BTKE: torch.Tensor,
+        v_BTKE: torch.Tensor,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
-        gqa = q.shape[1] != k.shape[1]
-        return _flex_attention(q, k, v, block_mask=self.block_mask, enable_gqa=gqa).transpose(1, 2)
+        options = {"block_mask": self.block_mask, "enable_gqa": q.shape[1] != k.shape[1]}
+        if self.score_mod is not None:
+            options["score_mod"] = self.score_mod
+        if sinks_H is None:
+            return _flex_attention(q, k, v, **options).transpose(1, 2)
+        out_BHTE, aux = _flex_attention(q, k, v, **options, return_aux=_with_lse)
+        # The share of the softmax that the keys have, and the sink does not.
+        share_BHT1 = torch.sigmoid(aux.lse[..., None].float() - sinks_H.float()[:, None, None])
+        return (out_BHTE.float() * share_BHT1).to(q.dtype).transpose(1, 2)
 
     def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
-        if not 0 < kind.window < self.mask.num_keys:
+        hides_keys = 0 < kind.window < self.mask.num_keys
+        if not hides_keys and not kind.soft_cap:
             return self.prepared()
-        return FlexAttention(self.mask._replace(window=kind.window)).prepared()
+        mask = self.mask._replace(window=kind.window) if hides_keys else self.mask
+        return FlexAttention(mask, kind.soft_cap).prepared()
 
     def visible_keys(
         self, k_BTKE: torch.Tensor, queries: torch.Tensor
@@ -87,21 +103,33 @@ class FlexAttention(Attention):
         return k_BTKE, visible.expand(B, -1, -1)
 
 
+def _capped(soft_cap: float) -> Callable[..., torch.Tensor]:
+    """The function of scores that caps them. Made outside of compiled blocks, as the mask is."""
+
+    def capped(
+        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> torch.Tensor:
+        return soft_cap * torch.tanh(score / soft_cap)
+
+    return capped
+
+
 class Causal(SDPAttention):
-    """Causal attention over whole sequences by scaled_dot_product_attention; with a window, by
-    FlexAttention."""
+    """Causal attention over whole sequences by scaled_dot_product_attention; with a window, sinks or a soft
+    cap, by FlexAttention."""
 
     def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
         T, device = tokens_BT.shape[1], tokens_BT.device
-        if not 0 < kind.window < T:
+        window = kind.window if kind.window < T else 0
+        if not window and not kind.changes_softmax:
             return self
-        return FlexAttention(Mask(T, T, device, window=kind.window)).prepared()
+        return FlexAttention(Mask(T, T, device, window=window), kind.soft_cap).prepared()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flex(SDPA, name="flex"):
-    """Compiled FlexAttention for document masks, sliding windows and context parallel; CUDA only, head dims
-    from 16."""
+    """Compiled FlexAttention for document masks, sliding windows, attention sinks, soft caps and context
+    parallel; CUDA only, head dims from 16."""
 
     linear_memory: ClassVar[bool] = True
     kept_ops: ClassVar[tuple[str, ...]] = ("flex_attention",)
@@ -112,7 +140,8 @@ class Flex(SDPA, name="flex"):
 
     def build(self, needs: AttentionNeeds) -> AttentionBackend:
         super().build(needs)
-        return WindowedFlex(sdpa_kernel=self.sdpa_kernel) if needs.has_effective_window else self
+        calls_of_kind = needs.has_effective_window or needs.changes_softmax
+        return WindowedFlex(sdpa_kernel=self.sdpa_kernel) if calls_of_kind else self
 
     def for_sequences(self, tokens_BT: torch.Tensor) -> Attention:
         return Causal()
@@ -133,8 +162,8 @@ class Flex(SDPA, name="flex"):
 
 
 class WindowedFlex(Flex):
-    """FlexAttention for a model with sliding windows, whose forward calls `of_kind`: this makes the block
-    mask of each kind, and no other."""
+    """FlexAttention for a model with sliding windows, sinks or soft caps, whose forward calls `of_kind`: this
+    makes the block mask of each kind, and no other."""
 
     def attention(self, mask: Mask) -> Attention:
         return FlexAttention(mask)
@@ -143,16 +172,18 @@ class WindowedFlex(Flex):
 # Set when the first mask is made: the import takes two seconds, because it imports the compiler.
 _flex_attention: Any = None
 _create_block_mask: Any = None
+_with_lse: Any = None  # asks for the log-sum-exps, which have gradients
 
 
 def _block_mask(visible: Any, B: int | None, queries: int, keys: int, device: torch.device) -> BlockMask:
-    global _flex_attention, _create_block_mask
+    global _flex_attention, _create_block_mask, _with_lse
     if _flex_attention is None:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
         # Without compilation both functions would allocate [B, H, queries, keys].
         allow_many_graphs()
         options = deterministic_options("inductor")
         _flex_attention = torch.compile(flex_attention, dynamic=False, options=options)
+        _with_lse = AuxRequest(lse=True)
         _create_block_mask = torch.compile(create_block_mask, dynamic=False, options=options)
     return _create_block_mask(visible, B, None, queries, keys, device=device)

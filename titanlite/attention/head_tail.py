@@ -17,7 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from titanlite.attention.base import Attention, AttentionKind, AttentionNeeds, padded_values
+from titanlite.attention.base import (
+    Attention,
+    AttentionKind,
+    AttentionNeeds,
+    check_plain_softmax,
+    padded_values,
+)
 from titanlite.attention.context_parallel import SequenceSharding
 from titanlite.attention.sdpa import SDPA, example_inputs
 from titanlite.config.component import ConfigError
@@ -32,7 +38,14 @@ class HeadTailAttention(Attention):
     def __init__(self, sharding: SequenceSharding, flash: bool = False):
         self.sharding, self.flash = sharding, flash
 
-    def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        q_BTHE: torch.Tensor,
+        k_BTKE: torch.Tensor,
+        v_BTKE: torch.Tensor,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert sinks_H is None, "of_kind refuses sinks"
         sharding = self.sharding
         keys, values = sharding.gather_in_order(k_BTKE), sharding.gather_in_order(v_BTKE)
         q, k, v = (x.transpose(1, 2) for x in (q_BTHE, keys, padded_values(values, q_BTHE.shape[-1])))
@@ -41,6 +54,7 @@ class HeadTailAttention(Attention):
         return out_BHTE.transpose(1, 2)[..., : v_BTKE.shape[-1]]
 
     def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
+        check_plain_softmax(self, kind)
         whole = not 0 < kind.window < self.sharding.size * tokens_BT.shape[1]
         return self if whole else super().of_kind(kind, tokens_BT)
 
@@ -55,9 +69,11 @@ class HeadTailAttention(Attention):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTail(SDPA, name="head_tail"):
-    """cuDNN's kernel, called chunk by chunk, for context parallel without document masks and sliding windows:
-    faster for long sequences."""
+    """cuDNN's kernel, called chunk by chunk, for context parallel without document masks, sliding windows,
+    attention sinks and soft caps: faster for long sequences."""
 
+    supports_sinks: ClassVar[bool] = False
+    supports_soft_cap: ClassVar[bool] = False
     linear_memory: ClassVar[bool] = True
     kept_ops: ClassVar[tuple[str, ...]] = ("titanlite.head_tail_attention",)
     KERNELS: ClassVar[tuple[str, ...]] = ("auto", "cudnn")

@@ -30,9 +30,15 @@ class KVCache(Attention):
         self.filled, self._next_layer = len(positions), 0
         return new
 
-    def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        q_BTHE: torch.Tensor,
+        k_BTKE: torch.Tensor,
+        v_BTKE: torch.Tensor,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         keys, values = self.append(k_BTKE, v_BTKE)
-        return SDPAttention(self._mask).attend(q_BTHE, keys, values)
+        return SDPAttention(self._mask).attend(q_BTHE, keys, values, sinks_H)
 
     def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
         positions = torch.arange(self.filled, device=tokens_BT.device)
@@ -58,5 +64,11 @@ class _Cached(Attention):
     def __init__(self, cache: KVCache, attention: Attention):
         self.cache, self.attention = cache, attention
 
-    def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
-        return self.attention.attend(q_BTHE, *self.cache.append(k_BTKE, v_BTKE))
+    def attend(
+        self,
+        q_BTHE: torch.Tensor,
+        k_BTKE: torch.Tensor,
+        v_BTKE: torch.Tensor,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.attention.attend(q_BTHE, *self.cache.append(k_BTKE, v_BTKE), sinks_H)

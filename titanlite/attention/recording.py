@@ -20,37 +20,56 @@ class RecordingAttention(Attention):
         attention: Attention,
         queries: torch.Tensor,
         record: Callable[[torch.Tensor, torch.Tensor, int], None],
+        soft_cap: float = 0.0,
     ):
-        self.attention, self.queries, self.record = attention, queries, record
+        self.attention, self.queries, self.record, self.soft_cap = attention, queries, record, soft_cap
 
     def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
-        return RecordingAttention(self.attention.of_kind(kind, tokens_BT), self.queries, self.record)
+        attention = self.attention.of_kind(kind, tokens_BT)
+        return RecordingAttention(attention, self.queries, self.record, kind.soft_cap)
 
-    def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        q_BTHE: torch.Tensor,
+        k_BTKE: torch.Tensor,
+        v_BTKE: torch.Tensor,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         visible_keys = self.attention.visible_keys(k_BTKE, self.queries)
         if visible_keys is not None:
-            statistics = attention_statistics(q_BTHE[:, self.queries], *visible_keys)
+            statistics = attention_statistics(q_BTHE[:, self.queries], *visible_keys, self.soft_cap, sinks_H)
             self.record(*statistics, len(q_BTHE) * len(self.queries))
+        sinks = () if sinks_H is None else (sinks_H,)
         # A kernel that needs the compiler, such as FlexAttention, would keep all scores in memory without it.
         with torch.compiler.set_stance("default"):
-            return self.attention.attend(q_BTHE, k_BTKE, v_BTKE)
+            return self.attention.attend(q_BTHE, k_BTKE, v_BTKE, *sinks)
 
 
 def attention_statistics(
-    q_BQHE: torch.Tensor, k_BSKE: torch.Tensor, visible_BQS: torch.Tensor
+    q_BQHE: torch.Tensor,
+    k_BSKE: torch.Tensor,
+    visible_BQS: torch.Tensor,
+    soft_cap: float = 0.0,
+    sinks_H: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest attention logit of each head over the visible keys, fp32 [H], and the sum over sequences
     and queries of the entropy of each head's attention probabilities in nats, fp32 [H]. Without queries: -inf
-    and 0."""
+    and 0. Logits are those that enter the softmax, after the soft cap. The probabilities are of the keys and
+    of the head's sink, if it has one; the sink's logit does not count as the largest."""
     E, K = k_BSKE.shape[3], k_BSKE.shape[2]
     if q_BQHE.shape[1] == 0:
         zeros = q_BQHE.new_zeros(q_BQHE.shape[2], dtype=torch.float32)
         return zeros - math.inf, zeros
     largest, entropies = [], []
     # One key head at a time bounds the memory for the logits.
-    for q_BQGE, k_BSE in zip(q_BQHE.unflatten(2, (K, -1)).unbind(2), k_BSKE.unbind(2)):
+    sinks = [None] * K if sinks_H is None else sinks_H.float().view(K, -1, 1, 1).unbind()
+    for q_BQGE, k_BSE, sinks_G11 in zip(q_BQHE.unflatten(2, (K, -1)).unbind(2), k_BSKE.unbind(2), sinks):
         logits_BGQS = torch.einsum("bqge,bse->bgqs", q_BQGE.float(), k_BSE.float()) / math.sqrt(E)
+        if soft_cap:
+            logits_BGQS = soft_cap * torch.tanh(logits_BGQS / soft_cap)
         logits_BGQS = logits_BGQS.masked_fill(~visible_BQS[:, None], -math.inf)
         largest.append(logits_BGQS.amax((0, 2, 3)))
+        if sinks_G11 is not None:
+            logits_BGQS = torch.cat((logits_BGQS, sinks_G11.expand(*logits_BGQS.shape[:-1], 1)), -1)
         entropies.append(torch.special.entr(logits_BGQS.softmax(-1)).sum((0, 2, 3)))
     return torch.cat(largest), torch.cat(entropies)

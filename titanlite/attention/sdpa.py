@@ -1,7 +1,9 @@
-"""Attention by torch's scaled_dot_product_attention: causal, or with a dense mask."""
+"""Attention by torch's scaled_dot_product_attention: causal, or with a dense mask. Sinks and soft caps, which
+it does not have, by a softmax that is written out."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,6 +14,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from titanlite.attention.base import (
+    SINKS,
+    SOFT_CAP,
     Attention,
     AttentionBackend,
     AttentionKind,
@@ -33,14 +37,25 @@ KERNELS = {
 class SDPAttention(Attention):
     """Attention with a mask, bool [B or 1, 1, queries, keys]: True where a query attends to a key. None:
     causal attention over whole sequences. `positions`: the positions of the queries and of the keys in the
-    sequence, int64; None: their indices."""
+    sequence, int64; None: their indices. `soft_cap`: as in AttentionKind."""
 
     def __init__(
-        self, mask: torch.Tensor | None = None, positions: tuple[torch.Tensor, torch.Tensor] | None = None
+        self,
+        mask: torch.Tensor | None = None,
+        positions: tuple[torch.Tensor, torch.Tensor] | None = None,
+        soft_cap: float = 0.0,
     ):
-        self.mask, self.positions = mask, positions
+        self.mask, self.positions, self.soft_cap = mask, positions, soft_cap
 
-    def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        q_BTHE: torch.Tensor,
+        k_BTKE: torch.Tensor,
+        v_BTKE: torch.Tensor,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if sinks_H is not None or self.soft_cap:
+            return softmax_attention(q_BTHE, k_BTKE, v_BTKE, self.mask, self.soft_cap, sinks_H)
         q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
         out_BHTE = F.scaled_dot_product_attention(
             q, k, v, attn_mask=self.mask, is_causal=self.mask is None, enable_gqa=q.shape[1] != k.shape[1]
@@ -51,12 +66,12 @@ class SDPAttention(Attention):
         indices = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         queries, keys = self.positions or (indices, indices)
         if not 0 < kind.window < len(keys):
-            return self
+            return SDPAttention(self.mask, self.positions, kind.soft_cap) if kind.soft_cap else self
         # Comparisons, which make bool tensors: distances of all pairs would need 8 bytes each.
         visible = queries[:, None] >= keys if self.mask is None else self.mask
         in_window = queries[:, None] - kind.window < keys
         mask = (visible & in_window).view(-1, 1, *in_window.shape)
-        return SDPAttention(mask, self.positions)
+        return SDPAttention(mask, self.positions, kind.soft_cap)
 
     def visible_keys(
         self, k_BTKE: torch.Tensor, queries: torch.Tensor
@@ -67,6 +82,35 @@ class SDPAttention(Attention):
 
 
 CAUSAL = SDPAttention()
+
+
+def softmax_attention(
+    q_BTHE: torch.Tensor,
+    k_BTKE: torch.Tensor,
+    v_BTKE: torch.Tensor,
+    mask: torch.Tensor | None,
+    soft_cap: float,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention with a soft cap or sinks, as Attention.attend returns it, and a mask as SDPAttention has it.
+    Scores and softmax in fp32, or in fp64 for inputs in fp64; keeps all scores in memory."""
+    (T, E), (S, K) = q_BTHE.shape[1::2], k_BTKE.shape[1:3]
+    dtype = torch.promote_types(q_BTHE.dtype, torch.float32)
+    q_BKGTE = q_BTHE.to(dtype).unflatten(2, (K, -1)).permute(0, 2, 3, 1, 4)
+    k_BK1ES, v_BK1SE = (
+        x.permute(0, 2, *dims)[:, :, None] for x, dims in ((k_BTKE, (3, 1)), (v_BTKE, (1, 3)))
+    )
+    scores_BKGTS = q_BKGTE @ k_BK1ES.to(dtype) / math.sqrt(E)
+    if soft_cap:
+        scores_BKGTS = soft_cap * torch.tanh(scores_BKGTS / soft_cap)
+    if mask is None:
+        mask = torch.ones(1, 1, T, S, dtype=torch.bool, device=q_BTHE.device).tril()
+    scores_BKGTS = scores_BKGTS.masked_fill(~mask[:, :, None], -math.inf)
+    if sinks_H is not None:
+        column = sinks_H.to(dtype).view(K, -1, 1, 1).expand(*scores_BKGTS.shape[:-1], 1)
+        scores_BKGTS = torch.cat((scores_BKGTS, column), -1)
+    probabilities_BKGTS = scores_BKGTS.softmax(-1)[..., :S].to(v_BTKE.dtype)
+    return (probabilities_BKGTS @ v_BK1SE).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 class GatheredAttention(Attention):
@@ -84,9 +128,16 @@ class GatheredAttention(Attention):
         self.attention, self.sharding = attention, sharding
         self.backend, self.documents_BT = backend, documents_BT
 
-    def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        q_BTHE: torch.Tensor,
+        k_BTKE: torch.Tensor,
+        v_BTKE: torch.Tensor,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         k_BTKE, v_BTKE = self.sharding.gather(k_BTKE), self.sharding.gather(v_BTKE)
-        return self.attention.attend(q_BTHE, k_BTKE, v_BTKE)
+        sinks = () if sinks_H is None else (sinks_H,)
+        return self.attention.attend(q_BTHE, k_BTKE, v_BTKE, *sinks)
 
     def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
         size = tokens_BT.shape[1] // 2  # of a chunk
@@ -143,29 +194,30 @@ class ChunkAttention(Attention):
 @dataclass(frozen=True, kw_only=True)
 class SDPA(AttentionBackend, name="sdpa"):
     """torch's scaled_dot_product_attention. Masks are dense: memory is quadratic in the sequence length, and
-    on CUDA sdpa_kernel must allow a kernel that takes them."""
+    on CUDA sdpa_kernel must allow a kernel that takes them. With attention sinks or a soft cap, all scores
+    are in memory."""
 
     supports_window: ClassVar[bool] = True
+    supports_sinks: ClassVar[bool] = True
+    supports_soft_cap: ClassVar[bool] = True
     supports_v_head_dim: ClassVar[bool] = True
     sdpa_kernel: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     """Kernel of scaled_dot_product_attention on CUDA. `auto`: any; the slow `math`, which keeps all scores in
     memory, only where no other takes the model's shapes. The log names the kernel."""
 
-    @classmethod
-    def works_on(cls, needs: AttentionNeeds) -> bool:
-        """Whether the backend supports the masks in `needs` on this device and in this dtype."""
-        return True
-
     def build(self, needs: AttentionNeeds) -> AttentionBackend:
-        if needs.masks and not self.works_on(needs):
-            backends = (b for b in AttentionBackend.choices.values() if issubclass(b, SDPA))
+        self.check_softmax(needs)
+        if (needs.masks or needs.changes_softmax) and not self.works_on(needs):
+            choices = AttentionBackend.choices.values()
+            backends = (b for b in choices if issubclass(b, SDPA) and b.supports_softmax(needs))
             working = ", ".join(b.name for b in backends if b.name != "auto" and b.works_on(needs))
             inputs = f"{str(needs.dtype).removeprefix('torch.')}, head_dim {needs.head_dim}"
             layout = " under context parallel" if needs.context_parallel else ""
             window = f" and a sliding window of {needs.window} tokens" if needs.has_effective_window else ""
+            softmax = f" and {SINKS}" * needs.has_sinks + f" and {SOFT_CAP}" * needs.has_soft_cap
             raise ConfigError(
-                f"{self.name!r} does not work on {needs.device.type} with {inputs}{window}{layout}; working "
-                f"backends: {working}",
+                f"{self.name!r} does not work on {needs.device.type} with {inputs}{window}{softmax}{layout}; "
+                f"working backends: {working}",
                 "attention.backend",
             )
         by_kind = [replace(needs, kinds=(kind,)) for kind in needs.kinds]
@@ -187,14 +239,15 @@ class SDPA(AttentionBackend, name="sdpa"):
         return set(KERNELS.values()) - {"math"} if self.sdpa_kernel == "auto" else {self.sdpa_kernel}
 
     def uses_sdpa(self, needs: AttentionNeeds) -> bool:
-        """Whether training runs scaled_dot_product_attention. All backends do so without masks."""
-        return type(self) is SDPA or not needs.masks
+        """Whether training runs scaled_dot_product_attention. All backends do so without masks, sinks and
+        soft caps."""
+        return not needs.changes_softmax and (type(self) is SDPA or not needs.masks)
 
     def kernel(self, needs: AttentionNeeds) -> str:
         """The kernel that torch chooses among the kernels allowed in this process. Raises ConfigError if no
         kernel takes these shapes."""
         if not self.uses_sdpa(needs):
-            return self.name
+            return f"softmax on {needs.device.type}" if type(self) is SDPA else self.name
         if needs.device.type != "cuda":
             return f"sdpa on {needs.device.type}"
         q, k, v = example_inputs(needs, needs.seq_len)

@@ -8,7 +8,13 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from titanlite.attention.base import Attention, AttentionKind, AttentionNeeds, padded_values
+from titanlite.attention.base import (
+    Attention,
+    AttentionKind,
+    AttentionNeeds,
+    check_plain_softmax,
+    padded_values,
+)
 from titanlite.attention.sdpa import SDPA, SDPAttention
 from titanlite.torch_compat import load_varlen_attention, mark_dynamic
 
@@ -18,6 +24,7 @@ class Causal(SDPAttention):
     kernel, for which each sequence is a document."""
 
     def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
+        check_plain_softmax(self, kind)
         B, T = tokens_BT.shape
         if not 0 < kind.window < T:
             return self
@@ -34,13 +41,21 @@ class VarlenAttention(Attention):
     def __init__(self, cu_seqlens: torch.Tensor, max_seqlen: int, window: int = 0):
         self.cu_seqlens, self.max_seqlen, self.window = cu_seqlens, max_seqlen, window
 
-    def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        q_BTHE: torch.Tensor,
+        k_BTKE: torch.Tensor,
+        v_BTKE: torch.Tensor,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert sinks_H is None, "of_kind refuses sinks"
         values = padded_values(v_BTKE, q_BTHE.shape[-1])
         q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, values))
         out = _varlen_attention(q, k, v, self.cu_seqlens, self.max_seqlen, self.window)
         return out.unflatten(0, q_BTHE.shape[:2])[..., : v_BTKE.shape[-1]]
 
     def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
+        check_plain_softmax(self, kind)
         if not 0 < kind.window < self.max_seqlen:
             return self
         return VarlenAttention(self.cu_seqlens, self.max_seqlen, kind.window)
@@ -59,8 +74,10 @@ class VarlenAttention(Attention):
 @dataclass(frozen=True, kw_only=True)
 class Varlen(SDPA, name="varlen"):
     """FlashAttention for document masks and sliding windows; CUDA and bf16 or fp16 only, not with context
-    parallel."""
+    parallel, attention sinks and soft caps."""
 
+    supports_sinks: ClassVar[bool] = False
+    supports_soft_cap: ClassVar[bool] = False
     linear_memory: ClassVar[bool] = True
     kept_ops: ClassVar[tuple[str, ...]] = ("varlen_attn",)
 
