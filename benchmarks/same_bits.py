@@ -73,14 +73,14 @@ def in_turns(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any
     by_variant = {name: medians(runs, name) for name in options.variants}
     first = by_variant[options.variants[0]]
     keys = [key for key in KEYS if first.get(key)]
-    ratios = {name: {key: of[key] / first[key] for key in keys} for name, of in by_variant.items()}
+    ratios = {name: {key: own[key] / first[key] for key in keys} for name, own in by_variant.items()}
     return {"ngpu": options.ngpu, "medians": by_variant, "ratios": ratios, "runs": runs}
 
 
 def side_by_side(
     options: argparse.Namespace, overrides: list[str], variants: list[str]
 ) -> list[dict[str, Any]]:
-    """Run each variant on GPUs of its own, at the same time."""
+    """Run each variant on its own GPUs, at the same time. The runs share the machine's CPU."""
 
     keys = [[*VARIANTS[name], *overrides] for name in variants]
     begins = [i * options.ngpu for i in range(len(variants))]
@@ -92,20 +92,23 @@ def side_by_side(
 def compare_digests(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
     """The digests by step for each number of GPUs. Runs that fit on the machine together run together."""
     keys = [*VARIANTS["same_bits"], "--metrics.log_freq=1", *overrides]
-    digests, left, have = dict[str, Any](), list(options.digests), max(torch.cuda.device_count(), 1)
-    while left:
-        together = [left.pop(0)]
-        while left and sum(together) + left[0] <= have:
-            together.append(left.pop(0))
+    digests, environments = dict[str, Any](), dict[str, Any]()
+    remaining, num_gpus = list(options.digests), max(torch.cuda.device_count(), 1)
+    while remaining:
+        together = [remaining.pop(0)]
+        while remaining and sum(together) + remaining[0] <= num_gpus:
+            together.append(remaining.pop(0))
         with ThreadPoolExecutor() as pool:
             begins = [0, *accumulate(together)]
             runs = list(pool.map(partial(run_on, options), together, repeat(keys), begins))
         for ngpu, run in zip(together, runs):
             of_steps = {str(report["step"]): report.get(DIGEST) for report in run["reports"]}
+            environments[str(ngpu)] = run["env"]
             digests[str(ngpu)] = {step: digest for step, digest in of_steps.items() if digest}
             print(ngpu, digests[str(ngpu)], f"{run['wall_s']:.0f} s", flush=True)
     first, *others = digests.values()
-    return {"equal": bool(first) and all(first == other for other in others), "digests": digests}
+    equal = bool(first) and all(first == other for other in others)
+    return {"equal": equal, "digests": digests, "keys": keys, "environments": environments}
 
 
 def run_on(options: argparse.Namespace, ngpu: int, overrides: list[str], first: int) -> dict[str, Any]:

@@ -171,20 +171,25 @@ def reduce_fsdp_in_computation_memory(module: torch.nn.Module) -> None:
     """Let an FSDP module on CUDA allocate its reduced gradients on the default stream, on which the model has
     to run. torch allocates them on the stream of its reductions, whose memory nothing else can use."""
     for group in _fsdp_groups(module):
-        group._reduce_scatter_comm.allocate = computation_memory(module)
+        group._reduce_scatter_comm.allocate = _computation_memory(group)
 
 
 def computation_memory(module: torch.nn.Module) -> Callable[..., torch.Tensor]:
-    """The function that allocates memory for the reductions of an FSDP module on CUDA, on the default stream,
-    on which the model has to run.
+    """`reduce_fsdp_in_computation_memory`'s function that allocates, for an FSDP module with one group of
+    parameters."""
+    (group,) = _fsdp_groups(module)
+    return _computation_memory(group)
+
+
+def _computation_memory(group: Any) -> Callable[..., torch.Tensor]:
+    """The function that allocates memory for the reductions of a group of parameters on the default stream.
 
     Safe because a result that becomes a gradient is freed only after the end of the backward, where the
     computation waits for all reductions, and because a reduction waits for all that was computed before it
     writes (foreach_reduce in torch's _fsdp_collectives.py), and for the allocation. A result that is cast, or
     added to an earlier gradient, would be freed while the other stream still reads it, and stays as torch has
     it."""
-    parameters = [p for group in _fsdp_groups(module) for p in group.fsdp_params]
-    return partial(_allocate_reduction, [p for p in parameters if p.sharded_param.requires_grad])
+    return partial(_allocate_reduction, [p for p in group.fsdp_params if p.sharded_param.requires_grad])
 
 
 def _allocate_reduction(

@@ -31,26 +31,31 @@ def tensors(num_chunks: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes] + [positions]
 
 
-def outputs(attention: Any, inputs: list[torch.Tensor], gradient: torch.Tensor) -> list[torch.Tensor]:
+def outputs(
+    attention: Any, inputs: list[torch.Tensor], gradient: torch.Tensor, kind: AttentionKind
+) -> list[torch.Tensor]:
     """Output and gradients."""
     q, k, v = (x.clone().requires_grad_() for x in inputs)
-    out = attention.attend(q, k, v)
+    sinks = [torch.linspace(-1, 1, H, dtype=torch.float64)] * kind.has_sinks
+    out = attention.attend(q, k, v, *sinks)
     return [out, *torch.autograd.grad(out, (q, k, v), gradient)]
 
 
-def errors_on_rank(ranks: int, window: int, documents: bool, sharding_type: Any = SequenceSharding) -> float:
+def errors_on_rank(
+    ranks: int, kind: AttentionKind, documents: bool, sharding_type: Any = SequenceSharding
+) -> float:
     """The largest difference of this rank's outputs and gradients from those of the whole sequences."""
     sharding = sharding_type(init_device_mesh("cpu", (ranks,)))
     *inputs, gradient, positions = tensors(2 * ranks)
-    kind, backend = AttentionKind(window), SDPA()
+    backend = SDPA()
     tokens = positions
     whole = backend.for_documents(positions, 9) if documents else backend.for_sequences(tokens)
-    wanted = outputs(whole.of_kind(kind, tokens), inputs, gradient)
+    wanted = outputs(whole.of_kind(kind, tokens), inputs, gradient, kind)
     own = sharding.local_positions(tokens.shape[1], tokens.device)
     attention = backend.for_context_parallel(sharding, tokens, positions if documents else None)
     attention = attention.of_kind(kind, tokens[:, own])
-    assert isinstance(attention, ChunkAttention) == (1 < window <= SIZE)
-    actual = outputs(attention, [x[:, own] for x in inputs], gradient[:, own])
+    assert isinstance(attention, ChunkAttention) == (1 < kind.window <= SIZE)
+    actual = outputs(attention, [x[:, own] for x in inputs], gradient[:, own], kind)
     seen, by_whole = (
         a.visible_keys(k, torch.arange(len(own)) if a is attention else own)
         for a, k in ((attention, inputs[1][:, own]), (whole.of_kind(kind, tokens), inputs[1]))
@@ -67,7 +72,12 @@ def errors_on_rank(ranks: int, window: int, documents: bool, sharding_type: Any 
     [(2, 4), full(2, 1), full(2, 2), full(2, SIZE), full(2, SIZE + 1), full(3, SIZE), full(4, 3)],
 )
 def test_outputs_and_gradients_are_those_of_whole_sequences(ranks: int, window: int, documents: bool) -> None:
-    assert max(run(ranks, errors_on_rank, ranks, window, documents)) < 1e-12
+    assert max(run(ranks, errors_on_rank, ranks, AttentionKind(window), documents)) < 1e-12
+
+
+@pytest.mark.full
+def test_with_sinks_and_a_soft_cap() -> None:
+    assert max(run(3, errors_on_rank, 3, AttentionKind(4, True, 1.5), True)) < 1e-12
 
 
 class WithTheOwnEnds(SequenceSharding):
@@ -79,7 +89,7 @@ class WithTheOwnEnds(SequenceSharding):
 
 
 def test_control_other_ends_are_noticed() -> None:
-    assert min(run(2, errors_on_rank, 2, 4, False, WithTheOwnEnds)) > 1e-3
+    assert min(run(2, errors_on_rank, 2, AttentionKind(4), False, WithTheOwnEnds)) > 1e-3
 
 
 def sent_on_rank(window: int) -> int:
@@ -103,4 +113,4 @@ def sent_on_rank(window: int) -> int:
 
 
 def test_only_the_ends_of_chunks_are_sent() -> None:
-    assert run(2, sent_on_rank, 4) == [2 * B * 3 * K * E] * 2
+    assert run(2, sent_on_rank, 4) == [2 * B * 3 * K * E] * 2  # keys and values

@@ -23,9 +23,9 @@ SINKS, SOFT_CAP = "attention sinks", "a soft cap of attention scores"  # in mess
 
 
 class AttentionKind(NamedTuple):
-    """The attention of a layer. `window` in tokens: of the tokens that it would see, a token sees those at a
-    distance below it, itself included; 0: all of them. `has_sinks`: `attend` gets attention sinks.
-    `soft_cap` c: scores s become c * tanh(s / c) before the softmax (Gemma 2); 0: they stay."""
+    """The attention of a layer. `window`: the number of newest tokens that a token sees, itself included; 0:
+    all earlier tokens. `has_sinks`: `attend` gets attention sinks. `soft_cap` c: scores s become
+    c * tanh(s / c) before the softmax (Gemma 2); 0: they stay."""
 
     window: int = 0
     has_sinks: bool = False

@@ -107,10 +107,10 @@ def _try(needs: AttentionNeeds) -> None:
         backend = Varlen()
         masked = needs.masks_documents
         attention = backend.for_documents(tokens, 1) if masked else backend.for_sequences(tokens)
-        if needs.has_effective_window:
-            attention = attention.of_kind(AttentionKind(min(needs.window, length // 2)), tokens)
+        kinds = {AttentionKind(min(kind.window, length // 2)) for kind in needs.kinds}
+        heads = [x.transpose(1, 2) for x in inputs]
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-            out = attention.attend(*(x.transpose(1, 2) for x in inputs))
+            out = torch.cat([attention.of_kind(kind, tokens).attend(*heads) for kind in sorted(kinds)])
     torch.autograd.grad(out, inputs, torch.ones_like(out))
 
 

@@ -25,7 +25,8 @@ class RecordingAttention(Attention):
         self.attention, self.queries, self.record, self.soft_cap = attention, queries, record, soft_cap
 
     def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
-        attention = self.attention.of_kind(kind, tokens_BT)
+        with torch.compiler.set_stance("default"):  # FlexAttention's mask is dense without the compiler
+            attention = self.attention.of_kind(kind, tokens_BT)
         return RecordingAttention(attention, self.queries, self.record, kind.soft_cap)
 
     def attend(

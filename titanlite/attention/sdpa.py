@@ -142,7 +142,8 @@ class GatheredAttention(Attention):
     def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
         size = tokens_BT.shape[1] // 2  # of a chunk
         if 1 < kind.window <= size:
-            return ChunkAttention(self.attention_in_chunks(kind, tokens_BT), self.sharding, kind.window, self)
+            attention = self.attention_in_chunks(kind, tokens_BT)
+            return ChunkAttention(attention, self.sharding, kind.window, self.documents_BT)
         return GatheredAttention(
             self.attention.of_kind(kind, tokens_BT), self.sharding, self.backend, self.documents_BT
         )
@@ -170,25 +171,41 @@ class GatheredAttention(Attention):
 
 class ChunkAttention(Attention):
     """Attention of this rank's two chunks of each sequence with a sliding window, which reaches back into the
-    chunk before only. `attention` has the mask, `gathered` is the attention over whole sequences."""
+    chunk before only. `attention` has the mask. `documents_BT`: as in GatheredAttention."""
 
     def __init__(
-        self, attention: Attention, sharding: SequenceSharding, window: int, gathered: GatheredAttention
+        self,
+        attention: Attention,
+        sharding: SequenceSharding,
+        window: int,
+        documents_BT: torch.Tensor | None,
     ):
         self.attention, self.sharding = attention, sharding
-        self.window, self.gathered = window, gathered
+        self.window, self.documents_BT = window, documents_BT
 
-    def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
-        sharding, before = self.sharding, self.window - 1
-        keys, values = (sharding.chunks_with_previous(x, before) for x in (k_BTKE, v_BTKE))
-        return sharding.joined(self.attention.attend(sharding.chunks(q_BTHE), keys, values))
+    def attend(
+        self,
+        q_BTHE: torch.Tensor,
+        k_BTKE: torch.Tensor,
+        v_BTKE: torch.Tensor,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        sharding = self.sharding
+        keys_and_values = sharding.chunks_with_previous(torch.cat((k_BTKE, v_BTKE), -1), self.window - 1)
+        keys, values = keys_and_values.split((k_BTKE.shape[-1], v_BTKE.shape[-1]), -1)
+        sinks = () if sinks_H is None else (sinks_H,)
+        return sharding.joined(self.attention.attend(sharding.chunks(q_BTHE), keys, values, *sinks))
 
     def visible_keys(
         self, k_BTKE: torch.Tensor, queries: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        kind = AttentionKind(self.window)
-        whole = self.gathered.attention.of_kind(kind, k_BTKE[..., 0, 0])
-        return whole.visible_keys(self.sharding.gather(k_BTKE), queries)
+        keys_BSKE = self.sharding.gather(k_BTKE)
+        length, device = keys_BSKE.shape[1], queries.device
+        positions = self.sharding.local_positions(length, device)[queries]
+        gathered = self.sharding.gathered_positions(length, device)
+        whole = SDPA().masked(positions, gathered, self.documents_BT)
+        of_kind = whole.of_kind(AttentionKind(self.window), k_BTKE[..., 0, 0])
+        return of_kind.visible_keys(keys_BSKE, torch.arange(len(queries), device=device))
 
 
 @dataclass(frozen=True, kw_only=True)

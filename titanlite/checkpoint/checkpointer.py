@@ -225,7 +225,8 @@ class Checkpointer:
         changes = changes_since(resumed, self.record.bits) if self.record.bits is not None else []
         if changes:
             logger.info(
-                f"from step {resumed.step} on, the run has other bits than one on one rank: {changes[0]}"
+                f"step {resumed.step} continues under other conditions ({'; '.join(changes)}): from here on "
+                "the bits differ from those of a run that was never resumed"
             )
 
     def _refusal(self, step: int, not_finite: list[str]) -> Diverged | None:

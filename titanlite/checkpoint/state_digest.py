@@ -25,9 +25,9 @@ HASH_BYTES = 32
 
 
 class HashedShard(NamedTuple):
-    """The hashes of the cells of a shard, uint8 [*cells along each dim, 32], or the cells themselves if they
-    are no longer. `name`: DCP's name of the tensor, such as `model.norm.weight`. `shape`: of the whole
-    tensor. `offsets`: of the shard's cells."""
+    """The hashes of the cells of a shard, uint8 [*cells along each dim, 32], or, for cells of at most 32
+    bytes, the cells themselves. `name`: DCP's name of the tensor, such as `model.norm.weight`. `shape`: of
+    the whole tensor. `offsets`: of the shard's cells."""
 
     name: str
     dtype: str

@@ -319,16 +319,17 @@ def contradictions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[s
 def _differences(weights: Weights, net: Decoder, family: ModelFamily) -> str:
     """Describe the fields in which the model of the weights differs from the job's model, and the option that
     makes them equal."""
-    job = {key: value for key, value in vars(family.config).items() if key != "max_position"}
+    fields = vars(family.config) | family.config.architecture_fields()
+    job = {key: value for key, value in fields.items() if key != "max_position"}
     theirs = {key: value for key, value in weights.architecture.items() if key != "vocab_size"}
     num_rows = [weights.tensors[n].shape[:1] for n in vocabulary_of(net) if n in weights.tensors]
     if (most := max(num_rows, default=())) > (net.vocab_size,):
         theirs["vocab_size"] = most[0]
     differences = contradictions(job, theirs)
-    fields = ", ".join(f"{key} = {json.dumps(value)}" for key, value in differences.items())
+    overrides = ", ".join(f"{key} = {json.dumps(value)}" for key, value in differences.items())
     return (
         "; ".join(f"its {key} is {value!r}, the job's {job[key]!r}" for key, value in differences.items())
-        + f"; '--model.overrides={{{fields}}}' makes the job's model equal"
+        + f"; '--model.overrides={{{overrides}}}' makes the job's model equal"
     )
 
 

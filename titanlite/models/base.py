@@ -192,19 +192,24 @@ class Decoder(nn.Module):
         that is only looked up."""
         raise NotImplementedError
 
+    def num_keys(self, seq_len: int) -> int:
+        """The number of keys that a token of a sequence of `seq_len` tokens is multiplied with, over all
+        layers, without a deduction for causal masking. Default: all tokens in each layer."""
+        return self.config.n_layers * seq_len
+
     def flops_per_token(self, seq_len: int) -> int:
-        """Model FLOPs of forward and backward for one token of a sequence of `seq_len` tokens: 6 N + 6 L H
-        (E + V) T.
+        """Model FLOPs of forward and backward for one token of a sequence of `seq_len` tokens: 6 N + 6 H (E +
+        V) K.
 
         N is num_matmul_parameters(). If parameters are frozen, 6 N is 4 N + 2 for each trained parameter,
         because gradients of frozen weights are not computed. The second term is the two matrix products of
-        attention over the whole sequence, with head dims E of queries and keys and V of values, without a
-        deduction for causal masking (PaLM, Chowdhery et al. 2022, appendix B). The repeated forward of
-        activation checkpointing is not counted. A family whose attention or feed-forward computes other
+        attention of H heads with K = num_keys(seq_len) keys, head dims E of queries and keys and V of values,
+        without a deduction for causal masking (PaLM, Chowdhery et al. 2022, appendix B). The repeated forward
+        of activation checkpointing is not counted. A family whose attention or feed-forward computes other
         products overrides this method. Called on the whole model, before it is sharded."""
         config = self.config
         head_dims = config.head_dim + config.v_head_dim
-        attention = config.n_layers * config.n_heads * head_dims * seq_len
+        attention = config.n_heads * head_dims * self.num_keys(seq_len)
         total = self.num_matmul_parameters()
         frozen = any(not p.requires_grad for p in self.parameters())
         trained = sum(p.numel() for p in self.parameters() if p.requires_grad) if frozen else total

@@ -50,7 +50,7 @@ class RotaryConfig(DecoderConfig):
     training.seq_len is refused.
 
     `layer_pattern`: the attention of each layer by one letter, repeated over the layers: `L` all earlier
-    tokens, `S` the newest `sliding_window` tokens, the own one included. Empty: all layers are S if
+    tokens, `S` the newest `sliding_window` tokens, itself included. Empty: all layers are S if
     sliding_window is above 0, otherwise L. `window_rope_theta`: the rotary base of S layers; 0: rope_theta.
     `window_rope_scaled`: whether their rotary frequencies are scaled, too.
 
@@ -113,10 +113,10 @@ class RotaryConfig(DecoderConfig):
             raise ConfigError(f"layer_pattern = {self.layer_pattern!r}: {min(other)!r} is neither L nor S")
         if "S" in self.layer_pattern and not self.sliding_window:
             raise ConfigError(f"layer_pattern = {self.layer_pattern!r} needs a sliding_window above 0")
-        if self.layer_pattern and "S" not in self.layer_pattern and self.sliding_window:
+        if "S" not in self.layer_letters and self.sliding_window:
             raise ConfigError(
-                f"layer_pattern = {self.layer_pattern!r} has no S, so that sliding_window = "
-                f"{self.sliding_window} has no effect; set it to 0"
+                f"layer_pattern = {self.layer_pattern!r}: none of the {self.n_layers} layers is S, so that "
+                f"sliding_window = {self.sliding_window} has no effect; set it to 0"
             )
 
     @property
@@ -144,9 +144,12 @@ class RotaryConfig(DecoderConfig):
         without_effect = {"rope_type"}.union(INIT_FIELDS, *ROPE_FIELDS.values()) - used
         if "S" not in self.layer_letters:
             without_effect |= {"window_rope_theta", "window_rope_scaled"}
-        if len(set(self.layer_letters)) == 1:  # sliding_window tells
-            without_effect.add("layer_pattern")
-        fields = super().architecture_fields() | {"layer_pattern": self.layer_letters}
+        elif self.rope_factor == 1.0:
+            without_effect.add("window_rope_scaled")
+        fields = super().architecture_fields() | {
+            "layer_pattern": self.layer_letters,
+            "window_rope_theta": self.window_rope_theta or self.rope_theta,
+        }
         return {key: value for key, value in fields.items() if key not in without_effect}
 
     @property
@@ -283,7 +286,7 @@ class Model(nn.Module):
             positions = torch.arange(x.shape[1], device=x.device)
         kinds = [self.kinds[int(number)] for number in self.layers]
         attentions = {kind.attention: attention for kind in kinds}
-        if any(kind != AttentionKind() for kind in attentions):
+        if any(kind.attention != AttentionKind() for kind in self.kinds):  # of the model, not of the stage
             tokens_BT = positions.expand(len(x), -1)
             attentions = {kind: attention.of_kind(kind, tokens_BT) for kind in attentions}
         dim = self.config.rope_head_dim
@@ -379,13 +382,8 @@ class RotaryDecoder(Decoder):
             return self.config.n_heads
         return self.config.n_kv_heads if name.endswith(("k_proj.weight", "v_proj.weight")) else 1
 
-    def flops_per_token(self, seq_len: int) -> int:
-        # seq_len counts the keys that attention multiplies a token with; a window limits them.
-        windows = [kind.window or seq_len for kind in self.config.attention_kinds]
-        num_keys = sum(min(seq_len, window) for window in windows)
-        config = self.config
-        per_key = 6 * config.n_heads * (config.head_dim + config.v_head_dim)
-        return super().flops_per_token(0) + per_key * num_keys
+    def num_keys(self, seq_len: int) -> int:
+        return sum(min(seq_len, kind.window or seq_len) for kind in self.config.attention_kinds)
 
     def num_matmul_parameters(self) -> int:
         total = sum(p.numel() for p in self.parameters())

@@ -81,6 +81,11 @@ class DeepSeekV3Config(MoEConfig):
                 "would have experts"
             )
         self._check_groups()
+        if self.rope_mscale_all_dim and not self.window_rope_scaled:
+            raise ConfigError(
+                f"rope_mscale_all_dim = {self.rope_mscale_all_dim} scales the scores of all layers: "
+                "window_rope_scaled cannot be false"
+            )
         if self.rope_mscale_all_dim and (self.rope_type != "yarn" or self.rope_attention_factor != 1.0):
             raise ConfigError(
                 f"rope_mscale_all_dim = {self.rope_mscale_all_dim} needs rope_type = 'yarn' and "

@@ -61,7 +61,14 @@ DEFAULT_WINDOW, DEFAULT_WINDOW_LAYERS = 4096, 28  # transformers' values for mis
 
 
 def to_hf(config: RotaryConfig) -> dict[str, Any]:
-    """The keys of a config.json that describe `config`, apart from its sliding window."""
+    """The keys of a config.json that describe `config`, apart from its sliding window. Raises ConfigError for
+    layers with other rotary positions than the others."""
+    if any(kind.rope != (config.rope_theta, config.rope_scaling) for kind in config.layer_kinds):
+        raise ConfigError(
+            "Hugging Face's form of this family has the same rotary positions in all layers; "
+            "window_rope_theta and window_rope_scaled have no place there",
+            "model.overrides.window_rope_theta",
+        )
     rope: dict[str, Any] = {}
     if config.rope_factor != 1.0:
         fields = {key: getattr(config, name) for key, name in ROPE_TYPES[config.rope_type].items()}
@@ -199,9 +206,10 @@ def qwen_window(config: dict[str, Any], num_layers: int) -> dict[str, Any]:
 
 def qwen_window_to_hf(config: RotaryConfig) -> dict[str, Any]:
     """The keys of a Qwen model's config.json for the sliding windows of the layers."""
-    has_window = config.sliding_window > 0
-    first = 0 if has_window else config.n_layers  # for releases of transformers without layer_types
-    return layers_to_hf(config) | {"use_sliding_window": has_window, "max_window_layers": first}
+    letters = config.layer_letters
+    # For releases of transformers without layer_types: all layers from this number on have the window.
+    first = len(letters) - len(letters.lstrip("L"))
+    return layers_to_hf(config) | {"use_sliding_window": "S" in letters, "max_window_layers": first}
 
 
 def check_equal_layers(config: RotaryConfig) -> None:

@@ -85,7 +85,8 @@ class Qwen3MoE(MoEFamily, name="qwen3_moe"):
         fields |= qwen_window(config, fields["n_layers"])
         if fields["layer_pattern"]:
             raise ConfigError(
-                "config.json: a sliding window in some layers only is not supported with experts"
+                "config.json: layers of several kinds, but transformers' qwen3_moe has the same attention in "
+                "all layers"
             )
         return cls.of_shape(
             {**fields, **experts_from_hf(config), "moe_hidden_dim": config["moe_intermediate_size"]}

@@ -5,6 +5,8 @@ refused."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import torch
 
 from tests.examples.sliding_window import SlidingWindow
 from titanlite.attention.auto import Auto
-from titanlite.attention.base import Attention, AttentionBackend, AttentionKind, AttentionNeeds
+from titanlite.attention.base import Attention, AttentionBackend, AttentionKind, AttentionNeeds, kernels
 from titanlite.attention.flex import Flex
 from titanlite.attention.head_tail import HeadTail
 from titanlite.attention.sdpa import CAUSAL, SDPA, SDPAttention
@@ -265,3 +267,28 @@ def test_a_backend_that_lacks_a_needed_feature_is_refused(options: dict[str, boo
     with pytest.raises(ConfigError, match=f"'plain' does not support {feature}") as e:
         Plain().build(needs("cpu", torch.float32, **options))
     assert e.value.key == "attention.backend"
+
+
+def test_each_kind_has_the_fastest_backend_that_works() -> None:
+    """Under context parallel, layers with full attention run chunk by chunk, and layers with a window by
+    another kernel. Outputs are those of the backends."""
+    kinds = (AttentionKind(), AttentionKind(16))
+    run = replace(needs("cpu", torch.float32, context_parallel=True), kinds=kinds)
+    backend = Auto().build(run)
+    assert backend.kernel(run) == "head_tail, sdpa on cpu"
+    assert kernels(backend, run, [*kinds, kinds[1]]) == (
+        "head_tail (full, 1 layer), sdpa on cpu (window 16, 2 layers)"
+    )
+    assert backend.kept_ops == ("titanlite.head_tail_attention",)
+    sharding: Any = SimpleNamespace(
+        size=2,
+        rank=0,
+        local_positions=lambda length, device: torch.arange(length // 2),
+        gathered_positions=lambda length, device: torch.arange(length),
+    )
+    tokens = torch.zeros(1, 64)
+    attention = backend.for_context_parallel(sharding, tokens, None)
+    own = [type(attention.of_kind(kind, tokens[:, :32])).__name__ for kind in kinds]
+    assert own == ["HeadTailAttention", "ChunkAttention"]
+    assert Auto().build(replace(run, kinds=kinds[:1])).name == "head_tail"
+    assert Auto().build(replace(run, kinds=kinds[1:])).name == "sdpa"

@@ -113,14 +113,15 @@ def test_a_fallback_takes_the_conditions_of_the_checkpoint_that_is_used(
     assert saved_bits(changed / "checkpoint")[3] == ended
 
 
-def test_the_log_has_one_line_on_the_first_change(changed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_has_one_line_on_changes(changed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = list[str]()
     monkeypatch.setattr(logger, "info", log.append)
     go_on(changed, 5, local_batch_size=4)
     assert not [line for line in log if "bits" in line]
     go_on(changed, 6, local_batch_size=8, torch="2.14.0")
     assert [line for line in log if "bits" in line] == [
-        "from step 5 on, the run has other bits than one on one rank: torch 2.13.0 -> 2.14.0"
+        "step 5 continues under other conditions (torch 2.13.0 -> 2.14.0; local_batch_size 4 -> 8): from "
+        "here on the bits differ from those of a run that was never resumed"
     ]
 
 

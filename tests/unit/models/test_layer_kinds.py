@@ -10,6 +10,7 @@ import torch
 from titanlite.attention.base import AttentionKind, AttentionNeeds, kernels
 from titanlite.attention.sdpa import CAUSAL, SDPA
 from titanlite.config.component import ConfigError
+from titanlite.interop.weights import contradictions
 from titanlite.models.base import Decoder
 from titanlite.models.qwen3 import Qwen3
 
@@ -50,7 +51,7 @@ def test_a_pattern_is_repeated_over_the_layers(overrides: dict[str, Any], letter
     [
         ({"layer_pattern": "SL"}, "layer_pattern = 'SL' needs a sliding_window above 0"),
         ({"layer_pattern": "LX", "sliding_window": 4}, "layer_pattern = 'LX': 'X' is neither L nor S"),
-        ({"layer_pattern": "L", "sliding_window": 4}, "layer_pattern = 'L' has no S"),
+        ({"layer_pattern": "L", "sliding_window": 4}, "layer_pattern = 'L': none of the 3 layers is S"),
         ({"window_rope_theta": -1.0}, "window_rope_theta = -1.0 is below 0"),
     ],
 )
@@ -66,7 +67,18 @@ def test_patterns_with_the_same_layers_are_one_architecture() -> None:
     assert fields(sliding_window=4, layer_pattern="SL") == fields(sliding_window=4, layer_pattern="SLS")
     assert fields(sliding_window=4, layer_pattern="S") == fields(sliding_window=4)
     assert fields(sliding_window=4, layer_pattern="SL") != fields(sliding_window=4, layer_pattern="LS")
-    assert fields(**MIXED) != fields(**{**MIXED, "window_rope_theta": 60.0})
+    assert contradictions(fields(**MIXED), fields(**{**MIXED, "window_rope_theta": 60.0}))
+    pattern = {"sliding_window": 4, "layer_pattern": "SL"}
+    for other in ({"sliding_window": 4}, {}, {"sliding_window": 4, "layer_pattern": "LS"}):
+        assert contradictions(fields(**pattern), fields(**other)), other
+        assert contradictions(fields(**other), fields(**pattern)), other
+    assert not contradictions(fields(), fields(window_rope_scaled=False))
+
+
+def test_rotary_positions_by_kind_have_no_place_in_a_config_json() -> None:
+    for overrides in (MIXED, {"sliding_window": 4, "rope_factor": 2.0, "window_rope_scaled": False}):
+        with pytest.raises(ConfigError, match="the same rotary positions in all layers"):
+            Qwen3(flavor="debug", overrides={**SHAPE, **overrides}).hf_config()
 
 
 @torch.no_grad()

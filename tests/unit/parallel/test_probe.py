@@ -149,7 +149,7 @@ def test_control_a_probe_with_a_mistake_is_noticed(monkeypatch: pytest.MonkeyPat
         mean = lambda *args: [x.mean().expand_as(x) for x in statistics(*args)]  # noqa: E731
         monkeypatch.setattr(recording, "attention_statistics", mean)
     if fault == "scale":
-        monkeypatch.setattr(recording, "attention_statistics", lambda q, k, v: statistics(2 * q, k, v))
+        monkeypatch.setattr(recording, "attention_statistics", lambda q, *rest: statistics(2 * q, *rest))
     if fault == "queries":
         monkeypatch.setattr("titanlite.parallel.sharded_model.NUM_QUERIES", 63)
     assert not same(sharded.probe(data), wanted)
