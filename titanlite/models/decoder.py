@@ -235,7 +235,7 @@ class Model(nn.Module):
         if config.sliding_window:
             attention = attention.with_window(config.sliding_window, positions.expand(len(x), -1))
         h_BTD = self.embed_tokens(x) if self.embed_tokens is not None else x
-        for block in self.layers.values():
+        for block in list(self.layers.values())[: config.n_layers]:  # not those of multi-token prediction
             h_BTD = block(h_BTD, cos, sin, attention)
         return self.norm(h_BTD) if self.norm is not None else h_BTD
 
