@@ -191,6 +191,7 @@ def test_a_run_reports_the_loss(tmp_path: Path, corpus: Path) -> None:
     first, last = metrics_of(job)
     assert first["train/mtp_loss"] == pytest.approx(FACTOR * first["train/loss"], rel=0.1)
     assert last["probe/attention_logit_max"] > 0
+    assert last["probe/residual_rms_last"] > 0, "of the last block that every forward runs"
 
 
 # ---- files
