@@ -84,6 +84,7 @@ MODEL = [
     *(f"--model.overrides.{key}={value}" for key, value in SHAPE.items()),
     *(UNTIED, FOUR_MICRO_BATCHES, "--checkpoint.interval=5", "--moe.load_balance=bias"),
 ]
+MULTI_TOKEN = "--model.overrides.n_mtp_layers=1"
 RUNS: dict[str, tuple[int, list[str]]] = {
     "FSDP 2": (2, []),
     "HSDP 2 x 2": (4, ["--parallelism.data_parallel_replicate_degree=2"]),
@@ -93,6 +94,14 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "CP 2 x FSDP 2": (4, ["--parallelism.context_parallel_degree=2"]),
     "PP 2 x FSDP 2": (4, ["--parallelism.pipeline_parallel_degree=2"]),
     "one process, compiled": (1, COMPILED),
+    "FSDP 2, multi-token prediction, document masks": (
+        2,
+        [MULTI_TOKEN, "--data.packing=best_fit", "--data.mask_documents=true"],
+    ),
+    "TP 2, multi-token prediction, Muon": (
+        2,
+        [MULTI_TOKEN, "--optimizer.name=muon", "--parallelism.tensor_parallel_degree=2"],
+    ),
 }
 
 
@@ -109,13 +118,18 @@ def test_weights_after_five_steps_are_those_of_one_process(
     run_on, name: str, tmp_path: Path, corpus: Path
 ) -> None:
     world_size, keys = RUNS[name]
-    same = [*MODEL, "--training.steps=5", *(key for key in keys if key.startswith(("--optim", "--data")))]
+    same = [
+        *MODEL,
+        "--training.steps=5",
+        *(key for key in keys if key.startswith(("--optim", "--data", "--model"))),
+    ]
     wanted = make_job(tmp_path, corpus, *same, name="alone")
     train(wanted)
     run_on(world_size, train_on_rank, tmp_path, corpus, [*same, *keys], "run", world_size)
     actual = make_job(tmp_path, corpus, *same, name="run")
-    losses = [[row["train/loss"] for row in metrics_of(job)] for job in (actual, wanted)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    for key in ("train/loss", "train/mtp_loss")[: 1 + (MULTI_TOKEN in keys)]:
+        losses = [[row[key] for row in metrics_of(job)] for job in (actual, wanted)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     ours, whole = state(actual), state(wanted)
     assert whole["model.layers.1.mlp.gate.e_score_correction_bias"].count_nonzero() > 0
     for parameter, value in whole.items():

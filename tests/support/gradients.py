@@ -107,15 +107,16 @@ def uneven_sequences() -> Batch:
 
 
 def gradients(world_size: int, rank: int, micro_batches: int, **layout: Any) -> dict[str, torch.Tensor]:
-    """Full gradients, loss, auxiliary losses of the loss and norm of one step over `uneven_sequences`, split
-    over the ranks."""
+    """Full gradients, loss, auxiliary losses of the loss, the loss of multi-token prediction, and norm of one
+    step over `uneven_sequences`, split over the ranks."""
     model, batch = build(world_size, rank, **layout), uneven_sequences()
     ranks = model.mesh.dp_size
     size = NUM_SEQUENCES // ranks // micro_batches
     starts = [(a * ranks + model.mesh.dp_rank) * size for a in range(micro_batches)]
     local = [Batch(batch.inputs[i : i + size], batch.targets[i : i + size], 0, 0) for i in starts]
     loss = model.forward_backward(local, torch.tensor(batch.num_targets))
-    auxiliary = {name: value for name, value in model.auxiliary_losses.items() if name == "z_loss"}
+    names = ("z_loss", "mtp_loss")
+    auxiliary = {name: value for name, value in model.auxiliary_losses.items() if name in names}
     if world_size > 1:
         for value in (loss, *auxiliary.values()):
             torch.distributed.all_reduce(value)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from titanlite.data.packing import TokenSequence
 from titanlite.losses import IGNORE
@@ -55,6 +56,15 @@ class Batch:
             positions = self.positions.reshape(shape).minimum(torch.arange(shape[1]))
             batch = replace(batch, positions=positions, num_documents=int((positions == 0).sum()))
         return batch
+
+    def ahead(self, distance: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens and the targets that are `distance` places later, int64 [sequences, seq_len];
+        past the end of a sequence, 0 and IGNORE. A later target counts only if all targets from the token's
+        own target to the later one count, so that none crosses the end of a document or a prompt."""
+        tokens, targets = F.pad(self.inputs, (0, distance))[:, distance:], self.targets
+        for _ in range(distance):
+            targets = F.pad(targets[:, 1:], (0, 1), value=IGNORE).where(self.targets != IGNORE, IGNORE)
+        return tokens, targets
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on `device`; the copy is asynchronous from pinned memory."""

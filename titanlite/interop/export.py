@@ -197,6 +197,8 @@ def _outputs(weights: Weights, model: ModelAndTokenizer, form: ExportFormat) -> 
         for part, index in net.hf_tensors(name, shape):
             region = region_at(index, shape)
             outputs.append(_Output(part, stored, region, shape_at(index, shape), written, factor))
+        region = region_at((), shape)
+        outputs += [_Output(copy, stored, region, shape, written, factor) for copy in net.hf_copies(name)]
     return outputs, vocab_size
 
 

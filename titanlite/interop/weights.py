@@ -211,10 +211,26 @@ def check(weights: Weights, family: ModelFamily) -> None:
     net = skeleton(weights, family)
     if contradictions(family.config.architecture_fields(), weights.architecture):
         raise ConfigError(f"{weights.path} is not the job's model: {_differences(weights, net, family)}")
+    if absent := _absent_block(weights, net):
+        raise ConfigError(
+            f"{weights.path} has no weights of {absent}, which is for multi-token prediction: set "
+            "num_nextn_predict_layers in its config.json, and the job's model.overrides.n_mtp_layers, to 0"
+        )
     if differences := mismatches(weights, net):
         raise ConfigError(
             f"{weights.path} does not fit the job's model: {listed(differences, separator='; ')}"
         )
+
+
+def _absent_block(weights: Weights, net: Decoder) -> str:
+    """Return the name of the first training block of `net` of which `weights` has no tensor, or ""."""
+    names, blocks = {module: name for name, module in net.named_modules()}, net.training_blocks()
+    absent = [
+        names[block]
+        for block in blocks
+        if not any(name.startswith(f"{names[block]}.") for name in weights.tensors)
+    ]
+    return absent[0] if absent else ""
 
 
 def check_tokenizer(weights: Weights, tokenizer: Tokenizer, way_out: str) -> None:
@@ -229,11 +245,16 @@ def mismatches(weights: Weights, net: Decoder, all_rows: bool = False) -> list[s
     holds, each as a phrase. Unless `all_rows`, embedding and head of `weights` may have fewer rows."""
     ours = _expected(weights, net)
     vocabulary = vocabulary_of(net)
+    copies = {copy: name for name, _ in net.named_parameters() for copy in net.hf_copies(name)}
     missing = [name for name in ours if name not in weights.tensors]
     differences = [f"{name} of shape {ours[name].shape} is missing" for name in missing]
     rows = {shape[0] for n in vocabulary & weights.tensors.keys() if (shape := weights.tensors[n].shape)}
     for name, stored in weights.tensors.items():
         where = f"{name} in {stored.file.name}"
+        if name in copies:
+            if not _are_equal(stored, weights.tensors.get(copies[name])):
+                differences.append(f"{where} differs from {copies[name]}, but the model has one for both")
+            continue
         if name not in ours:
             if name != HEAD or HEAD in vocabulary or len(vocabulary) != 1:
                 differences.append(f"{where} is unexpected")

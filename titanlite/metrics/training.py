@@ -81,6 +81,8 @@ class ModelMetrics(OpenMetric):
     Metrics:
         train/z_loss (nats per token): mean z-loss, with its multiplier (`loss.z_loss_multiplier`); not part
             of `train/loss`
+        train/mtp_loss (nats per token): mean loss of multi-token prediction, with its factor
+            (`mtp_loss_factor`); not part of `train/loss`
         train/NAME (nats per token): auxiliary loss NAME of the model or of a loss from outside the package;
             not part of `train/loss`
         model/NAME: statistic NAME of the model, the mean over ranks

@@ -39,6 +39,20 @@ def is_adapter(name: str) -> bool:
     return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
+@dataclass(frozen=True)
+class LossHead:
+    """The head_fn of a micro-batch's loss, for models that also predict later tokens. `loss`: the head_fn.
+    `ahead(distance)`: the tokens that follow the inputs at this distance, int64 [B, T], and the head_fn of
+    the loss whose targets are this distance later. Targets beyond the sequence or the document do not count;
+    the value is the sum of the token losses alone."""
+
+    loss: HeadFn
+    ahead: Callable[[int], tuple[torch.Tensor, HeadFn]]
+
+    def __call__(self, hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+        return self.loss(hidden_BTD, weight_VD)
+
+
 class Inputs(NamedTuple):
     """The arguments of Decoder.forward for one micro-batch."""
 
@@ -63,9 +77,9 @@ class Decoder(nn.Module):
     (norms between the layers: each rank has some of the tokens), `gather` (a module whose input is gathered,
     because its layers need all tokens), `colwise`, `rowwise`, `heads` (norms within attention: each rank has
     some of the heads), `all_heads` (norms over the features of all heads together), `tokens` (linear layers
-    that every rank applies to its own tokens), `gather_colwise` (`colwise` after gathering its input),
-    `gather_output` (gathers what the module returns), `local` (a mixture of experts: each rank routes its own
-    tokens), `router`, `head`."""
+    that every rank applies to its own tokens), `own_tokens` (`tokens` with a plain tensor as its output),
+    `gather_colwise` (`colwise` after gathering its input), `gather_output` (gathers what the module returns),
+    `local` (a mixture of experts: each rank routes its own tokens), `router`, `head`."""
     mlp_down: str = ""
     """Name, within a block, of the linear layer whose inputs are the hidden units of the MLP, such as
     `mlp.down_proj`, for the measurement of dead units. Empty: they are not measured."""
@@ -94,6 +108,11 @@ class Decoder(nn.Module):
         """The transformer blocks in order. Activation checkpointing, torch.compile and FSDP work by block."""
         raise NotImplementedError
 
+    def training_blocks(self) -> list[nn.Module]:
+        """The last of the blocks, as far as only the forward of a training step runs them, for an auxiliary
+        loss. Default: none."""
+        return []
+
     def embedding_and_head(self) -> list[list[nn.Module]]:
         """The modules before the blocks and the modules after the blocks. FSDP shards each inner list as one
         unit. Empty if embedding and head share a weight (tied embeddings)."""
@@ -114,6 +133,11 @@ class Decoder(nn.Module):
         have the order of its rows. An empty list: the files do not have it, so an export leaves it out, and a
         run that starts from such files keeps its initial value. Default: one tensor of the same name."""
         return [(name, ())]
+
+    def hf_copies(self, name: str) -> list[str]:
+        """Further tensors in Hugging Face's files that are equal to the parameter `name`. An export writes
+        them; in an import they may be missing, and have to be equal. Default: none."""
+        return []
 
     def parameter_role(self, name: str) -> Role:
         """The role of the parameter `name`, for optimizers that treat weights by their purpose.

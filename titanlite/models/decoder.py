@@ -284,7 +284,9 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None, attention: Attention) -> torch.Tensor:
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
-        kinds = [self.kinds[int(number)] for number in self.layers]
+        num_layers = len(self.kinds)  # further blocks are those of multi-token prediction
+        layers = {number: block for number, block in self.layers.items() if int(number) < num_layers}
+        kinds = [self.kinds[int(number)] for number in layers]
         attentions = {kind.attention: attention for kind in kinds}
         if any(kind.attention != AttentionKind() for kind in self.kinds):  # of the model, not of the stage
             tokens_BT = positions.expand(len(x), -1)
@@ -292,7 +294,7 @@ class Model(nn.Module):
         dim = self.config.rope_head_dim
         tables = {rope: rope_tables(positions, dim, *rope) for rope in {kind.rope for kind in kinds}}
         h_BTD = self.embed_tokens(x) if self.embed_tokens is not None else x
-        for block, kind in zip(self.layers.values(), kinds):
+        for block, kind in zip(layers.values(), kinds):
             h_BTD = block(h_BTD, *tables[kind.rope], attentions[kind.attention])
         return self.norm(h_BTD) if self.norm is not None else h_BTD
 

@@ -26,6 +26,7 @@ from titanlite.models.decoder import MLP_PLAN, TP_PLAN, AttentionLayer, dense_ml
 from titanlite.models.hf_config import check_no_window, from_hf, to_hf
 from titanlite.models.layers import Linear, RMSNorm, SwiGLU, apply_rope
 from titanlite.models.moe import MoE, MoEConfig, MoEDecoder, MoEFamily, Router
+from titanlite.models.multi_token import MultiTokenBlock, MultiTokenPrediction
 
 LATENT_NORM_EPS = 1e-6  # of the norms of latent vectors, whatever norm_eps is
 SUM_EPS = 1e-20  # in the denominator of the weights
@@ -43,10 +44,14 @@ class DeepSeekV3Config(MoEConfig):
     `n_expert_groups_per_token` best groups. `routed_scaling_factor` multiplies the weights of experts.
 
     `rope_mscale_all_dim`, only with YaRN and rope_attention_factor = 1: the attention scores are multiplied
-    by the square of 0.1 rope_mscale_all_dim ln(rope_factor) + 1; 0: by 1."""
+    by the square of 0.1 rope_mscale_all_dim ln(rope_factor) + 1; 0: by 1.
+
+    `n_mtp_layers`: modules for multi-token prediction (multi_token.py). `mtp_loss_factor`: the weight of
+    their mean loss; the default is DeepSeek-V3's for its first 10 of 14.8 trillion tokens, after which it was
+    0.1 (section 4.2 of the report)."""
 
     may_be_zero: ClassVar[tuple[str, ...]] = (
-        *MoEConfig.may_be_zero, "q_lora_rank", "n_dense_layers", "rope_mscale_all_dim",
+        *MoEConfig.may_be_zero, "q_lora_rank", "n_dense_layers", "rope_mscale_all_dim", "n_mtp_layers",
     )  # fmt: skip
 
     norm_eps: float = 1e-6
@@ -63,6 +68,8 @@ class DeepSeekV3Config(MoEConfig):
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
     rope_mscale_all_dim: float = 0.0
+    n_mtp_layers: int = 0
+    mtp_loss_factor: float = 0.3
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,6 +87,8 @@ class DeepSeekV3Config(MoEConfig):
                 f"n_dense_layers = {self.n_dense_layers} is not below n_layers = {self.n_layers}: no block "
                 "would have experts"
             )
+        if self.n_mtp_layers and self.sliding_window:
+            raise ConfigError("n_mtp_layers: multi-token prediction does not work with a sliding_window")
         self._check_groups()
         if self.rope_mscale_all_dim and not self.window_rope_scaled:
             raise ConfigError(
@@ -106,6 +115,10 @@ class DeepSeekV3Config(MoEConfig):
                 f"n_experts_per_token = {self.n_experts_per_token} is above the {most} experts of "
                 f"n_expert_groups_per_token = {chosen} groups"
             )
+
+    def architecture_fields(self) -> dict[str, Any]:
+        fields = super().architecture_fields()
+        return {key: value for key, value in fields.items() if key != "mtp_loss_factor"}
 
     @property
     def score_scale(self) -> float:
@@ -268,7 +281,7 @@ def tp_plan(config: DeepSeekV3Config) -> dict[str, str]:
     plan = {f"model.layers.*.self_attn.{name}": style for name, style in attention.items()}
     others = [name for name in TP_PLAN if ".self_attn" not in name and ".mlp" not in name]
     plan |= {name: TP_PLAN[name] for name in others}
-    for block in range(config.n_layers):
+    for block in range(config.n_layers + config.n_mtp_layers):
         mlp = f"model.layers.{block}.mlp"
         dense = mlp
         if block >= config.n_dense_layers:
@@ -293,6 +306,16 @@ class DeepSeekV3Decoder(MoEDecoder):
         return self.config.n_heads if heads else 1
 
 
+class DeepSeekV3WithMTP(MultiTokenPrediction, DeepSeekV3Decoder):
+    """DeepSeekV3Decoder with modules for multi-token prediction."""
+
+    def __init__(self, config: DeepSeekV3Config):
+        super().__init__(config)
+        numbers = range(config.n_layers, config.n_layers + config.n_mtp_layers)
+        blocks = [MultiTokenBlock(config, LatentAttention(config), mlp_of(config, i)) for i in numbers]
+        self.add_modules(blocks, config.mtp_loss_factor)
+
+
 HF_FIELDS = {  # Hugging Face's name: field of DeepSeekV3Config
     "qk_rope_head_dim": "rope_head_dim",
     "v_head_dim": "v_head_dim",
@@ -307,18 +330,17 @@ HF_FIELDS = {  # Hugging Face's name: field of DeepSeekV3Config
     "norm_topk_prob": "norm_topk_prob",
     "routed_scaling_factor": "routed_scaling_factor",
 }
-HF_FIXED = {  # the only supported values, and the values of missing keys, except for num_nextn_predict_layers
+HF_FIXED = {  # the only supported values, and the values of missing keys
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
     "rope_interleave": True,
-    "num_nextn_predict_layers": 0,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekV3(MoEFamily, name="deepseek_v3"):
-    """DeepSeek-V3, without its layers for multi-token prediction. 16B is Moonlight-16B-A3B."""
+    """DeepSeek-V3. 16B is Moonlight-16B-A3B. `overrides = { n_mtp_layers = 1 }`: multi-token prediction."""
 
     tp_fields: ClassVar[dict[str, str]] = ModelFamily.tp_fields
     flavors = FLAVORS
@@ -333,8 +355,17 @@ class DeepSeekV3(MoEFamily, name="deepseek_v3"):
                 "parallelism.tensor_parallel_degree",
             )
 
+    def check_pipeline_parallel(self, degree: int) -> None:
+        super().check_pipeline_parallel(degree)
+        if degree > 1 and self.config.n_mtp_layers:
+            raise ConfigError(
+                "pipeline parallel does not support multi-token prediction: set "
+                "model.overrides.n_mtp_layers = 0 for a new model",
+                "parallelism.pipeline_parallel_degree",
+            )
+
     def build(self) -> Decoder:
-        return DeepSeekV3Decoder(self.config)
+        return DeepSeekV3WithMTP(self.config) if self.config.n_mtp_layers else DeepSeekV3Decoder(self.config)
 
     def hf_config(self) -> dict[str, Any]:
         config = self.config
@@ -353,16 +384,15 @@ class DeepSeekV3(MoEFamily, name="deepseek_v3"):
             "qk_nope_head_dim": config.head_dim - config.rope_head_dim,
             **{key: getattr(config, name) for key, name in HF_FIELDS.items()},
             **HF_FIXED,
+            "num_nextn_predict_layers": config.n_mtp_layers,
         }
 
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> ModelFamily:
         for key, value in HF_FIXED.items():
             if config.get(key) not in (None, value):
-                remedy = ": set it to 0 if the files have no weights of such layers"
                 raise ConfigError(
                     f"config.json: {key} = {json.dumps(config[key])}; only {json.dumps(value)} is supported"
-                    + remedy * (key == "num_nextn_predict_layers")
                 )
         if missing := [key for key in (*HF_FIELDS, "qk_nope_head_dim") if config.get(key) is None]:
             raise ConfigError(f"config.json has no {missing[0]}")
@@ -375,6 +405,7 @@ class DeepSeekV3(MoEFamily, name="deepseek_v3"):
                 **fields,
                 **{name: config[key] for key, name in HF_FIELDS.items()},
                 "q_lora_rank": config["q_lora_rank"] or 0,
+                "n_mtp_layers": config.get("num_nextn_predict_layers") or 0,
                 "rope_mscale_all_dim": _mscale(config, fields),
             }
         )

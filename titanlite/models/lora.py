@@ -64,6 +64,12 @@ class LoRA:
         `pipeline_parallel`, for a block without an adapter, because every stage has to have gradients."""
         if not self.enable:
             return
+        if net.training_blocks():
+            raise ConfigError(
+                "adapters do not work with multi-token prediction (model.overrides.n_mtp_layers), whose "
+                "blocks PEFT's models lack",
+                "lora.enable",
+            )
         blocks, layers = _blocks(net), _linear_layers(net)
         for i, target in enumerate(self.targets):
             if not any(_matches(name, target) for name in layers):

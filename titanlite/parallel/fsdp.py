@@ -81,7 +81,7 @@ def apply_fsdp(
             shard(layer.experts, mesh=mesh.expert_fsdp, shard_placement_fn=placement, **options)
         shard(block, mesh=mesh.fsdp, **options)
     if reshard and mesh.has_expert_axes:
-        _prefetch_next_block(blocks)
+        _prefetch_next_block(blocks, len(blocks) - len(net.training_blocks()))
     for group in net.embedding_and_head():
         options = {"reshard_after_forward": reshard and isinstance(group[0], nn.Embedding)}
         shard(group, mesh=mesh.fsdp, **options)
@@ -101,16 +101,17 @@ def apply_fsdp(
             _share_memory_of_gradients(net)
 
 
-def _prefetch_next_block(blocks: list[nn.Module]) -> None:
+def _prefetch_next_block(blocks: list[nn.Module], num_always: int) -> None:
     """Begin to gather each block and its experts while the block before it runs, and in the backward the
     block after it. FSDP does so by itself only while the host runs ahead of the device, which the host
-    synchronisation of expert parallel prevents."""
+    synchronisation of expert parallel prevents. `num_always`: number of blocks that every forward runs. The
+    weights of others, gathered in a validation, would be those of the next training step."""
     groups: list[list[Any]] = [
         [block, *(layer.experts for layer in moe_layers_of(block))] for block in blocks
     ]
     for i, block in enumerate(blocks):
         assert isinstance(block, FSDPModule)
-        if i + 1 < len(blocks):
+        if i + 1 < num_always:
             block.set_modules_to_forward_prefetch(groups[i + 1])
         if i > 0:
             block.set_modules_to_backward_prefetch(groups[i - 1])

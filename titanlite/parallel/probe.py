@@ -49,10 +49,16 @@ def mlp_units(net: Decoder) -> dict[str, int]:
     the layer that they enter. `net`: the whole model, before any transform."""
     names = {module: name for name, module in net.named_modules()}
     units = dict[str, int]()
-    for block in net.blocks().values():
+    for block in _probed(net):
         down = _mlp_down(net, block)
         units[names[block]] = down.in_features if isinstance(down, nn.Linear) else 0
     return units
+
+
+def _probed(net: Decoder) -> list[nn.Module]:
+    """The blocks that a forward without gradients runs."""
+    blocks = list(net.blocks().values())
+    return blocks[: len(blocks) - len(net.training_blocks())]
 
 
 def _mlp_down(net: Decoder, block: nn.Module) -> nn.Module | None:
@@ -92,7 +98,7 @@ class BlockRecorder:
         """Records the residual stream and the MLP units in each block that runs in the body."""
         names = {module: name for name, module in self._net.named_modules()}
         with ExitStack() as stack:
-            for block in self._net.blocks().values():
+            for block in _probed(self._net):
                 row = self._rows[names[block]]
                 handles = [
                     block.register_forward_pre_hook(partial(self._enter_block, row)),

@@ -15,7 +15,7 @@ from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch
 from titanlite.losses import IGNORE, WHOLE_VOCABULARY, Loss, VocabularyShard, score_targets
 from titanlite.mesh import Mesh
-from titanlite.models.base import Decoder, HeadFn, Inputs, is_adapter, logits
+from titanlite.models.base import Decoder, HeadFn, Inputs, LossHead, is_adapter, logits
 from titanlite.models.lora import initial_bound
 from titanlite.parallel.cuda_graphs import CudaGraphs, MicroBatchLosses
 from titanlite.parallel.expert_loads import ExpertLoads
@@ -259,7 +259,24 @@ class ShardedModel:
                 self._auxiliary_sums.append(loss[1:].detach())
             return loss[0]
 
-        return Inputs(tokens, positions, attention, head_fn)
+        return Inputs(tokens, positions, attention, LossHead(head_fn, partial(self._ahead, batch)))
+
+    def _ahead(self, batch: Batch, distance: int) -> tuple[torch.Tensor, HeadFn]:
+        """LossHead.ahead for this rank's tokens of a micro-batch."""
+        tokens, targets = batch.ahead(distance)
+        if self.sharding is not None:
+            local = self._local_positions(tokens)
+            tokens, targets = tokens[:, local], targets[:, local]
+
+        def head_fn(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+            if self._gather_for_loss is not None:
+                hidden_BTD, weight_VD = self._gather_for_loss(hidden_BTD, weight_VD)
+            loss = self.loss(hidden_BTD, weight_VD, targets)
+            loss = loss[0] if self._names_of_loss else loss
+            # Auxiliary losses are sums over ranks: the value counts once, every rank needs the gradient.
+            return loss if self.mesh.is_tp_leader else loss - loss.detach()
+
+        return tokens, head_fn
 
     def _local_positions(self, tokens_BT: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
         """The position in the sequence of each of this rank's tokens, int64 [T]. `device`: default: the

@@ -62,6 +62,7 @@ def apply_tensor_parallel(net: Decoder, mesh: DeviceMesh, float8: Float8) -> Non
         "heads": lambda _: SequenceParallel(sequence_dim=HEADS, use_local_output=True),
         "all_heads": lambda _: _ShardNorm(),
         "tokens": lambda _: _WithAdapter(SequenceParallel(sequence_dim=TOKENS), TOKENS_ADAPTER),
+        "own_tokens": lambda _: SequenceParallel(sequence_dim=TOKENS, use_local_output=True),
         "gather_colwise": lambda _: _WithAdapter(
             ColwiseParallel(input_layouts=Shard(TOKENS)), COLWISE_ADAPTER
         ),

@@ -314,6 +314,9 @@ MOONLIGHT = V3 | {
 @pytest.mark.parametrize(("flavor", "config"), [("671B", V3), ("16B", MOONLIGHT)])
 def test_published_configs(flavor: str, config: dict[str, Any], tmp_path: Path) -> None:
     assert read_family(write(tmp_path, config)).config == DeepSeekV3(flavor=flavor).config
+    family = read_family(write(tmp_path, config | {"num_nextn_predict_layers": 1}))
+    assert family.config == replace(DeepSeekV3(flavor=flavor).config, n_mtp_layers=1)
+    assert family.hf_config()["num_nextn_predict_layers"] == 1
 
 
 @pytest.mark.parametrize(
@@ -323,7 +326,8 @@ def test_published_configs(flavor: str, config: dict[str, Any], tmp_path: Path) 
         ("topk_method", "greedy", 'topk_method = "greedy"; only "noaux_tc" is supported'),
         ("moe_layer_freq", 2, "moe_layer_freq = 2; only 1 is supported"),
         ("rope_interleave", False, "rope_interleave = false; only true is supported"),
-        ("num_nextn_predict_layers", 1, "num_nextn_predict_layers = 1; only 0 is supported"),
+        ("num_nextn_predict_layers", -1, "n_mtp_layers = -1 is below 0"),
+        ("num_nextn_predict_layers", "1", "expected int, got '1'"),
         ("attention_bias", True, "attention_bias = true; only false is supported"),
         ("quantization_config", {"fmt": "e4m3"}, "quantization_config: quantized weights are not supported"),
         ("num_key_value_heads", 8, "n_kv_heads = 8 is not n_heads = 128"),
