@@ -92,11 +92,12 @@ def log_start(job: Job, rt: Runtime, about: Sequence[str], sequences: RunSequenc
     """Log the model, the layout, the data and the batch. `about`: the lines of `summary`."""
     batch, num_micro_batches = rt.batch, rt.batch.num_micro_batches(rt.batch.global_size)
     offload = ", weights on the CPU" if job.training.enable_cpu_offload else ""
+    bits = ", same bits on any number of ranks" if job.training.same_bits_on_any_ranks else ""
     dtype = str(rt.param_dtype).removeprefix("torch.")
     for line in about:
         logger.info(line)
     layout = job.parallelism.describe(rt.mesh.degrees, job.model.num_experts)
-    logger.info(f"{rt.world_size} x {device_name(rt.device)}: {layout}{offload}, {dtype}")
+    logger.info(f"{rt.world_size} x {device_name(rt.device)}: {layout}{offload}, {dtype}{bits}")
     logger.info(f"{sequences.describe_size()}, {sequences.num_held_out:,} held out")
     for line in sequences.describe_conversations(min(job.sequence_lengths().values())):
         logger.info(line)

@@ -252,8 +252,8 @@ def kernels(backend: AttentionBackend, needs: AttentionNeeds, kinds: Sequence[At
     """The kernel that the built backend runs for each kind of layer, for the log. `kinds`: of each layer."""
     counts = Counter(kinds)
     names = {kind: backend.kernel(replace(needs, kinds=(kind,))) for kind in counts}
-    if len(counts) == 1:
-        return next(iter(names.values()))
+    if list(counts) == [AttentionKind()]:
+        return names[AttentionKind()]
     nums = {kind: "1 layer" if num == 1 else f"{num} layers" for kind, num in counts.items()}
     return ", ".join(f"{name} ({kind}, {nums[kind]})" for kind, name in names.items())
 

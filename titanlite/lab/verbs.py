@@ -64,8 +64,8 @@ def add_verify_resume(options: Options) -> None:
 def verify_resume_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of `titanlite verify-resume`, and the overrides. Raises ConfigError."""
     options, overrides = parser("verify-resume").read_known(argv)
-    if options.steps < max(len(options.ranks), 2):
-        raise ConfigError(f"command line, --steps: {options.steps} steps are too few for so many --ranks")
+    if options.steps < (least := max(len(options.ranks), 2)):
+        raise ConfigError(f"command line, --steps: {options.steps} is below {least}, for as many --ranks")
     return options, overrides
 
 

@@ -110,7 +110,10 @@ class RotaryConfig(DecoderConfig):
 
     def _check_pattern(self) -> None:
         if other := set(self.layer_pattern) - {"L", "S"}:
-            raise ConfigError(f"layer_pattern = {self.layer_pattern!r}: {min(other)!r} is neither L nor S")
+            raise ConfigError(
+                f"layer_pattern = {self.layer_pattern!r}: {min(other)!r} is neither L (all earlier tokens) "
+                "nor S (the window)"
+            )
         if "S" in self.layer_pattern and not self.sliding_window:
             raise ConfigError(f"layer_pattern = {self.layer_pattern!r} needs a sliding_window above 0")
         if "S" not in self.layer_letters and self.sliding_window:

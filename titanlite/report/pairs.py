@@ -54,10 +54,12 @@ def weights_verdicts(first: Mapping[int, str], other: Mapping[int, str]) -> list
     """The verdict on the digests of the weights of two runs, by step; none if no step has one of both."""
     steps = sorted(first.keys() & other.keys())
     equal = list(takewhile(lambda step: first[step] == other[step], steps))
-    number = "1 step" if len(equal) == 1 else f"{len(equal):,} steps"
-    texts = [f"equal in {number}, up to step {equal[-1]:,}"] if equal else []
+    number = "the one step" if len(equal) == 1 else f"all {len(equal):,} steps"
     if len(equal) == len(steps):
-        return [Verdict("weights", texts[0], "", equal[-1], "good")] if equal else []
+        text = f"equal at {number} with digests in both, up to step {equal[-1]:,}" if equal else ""
+        return [Verdict("weights", text, "", equal[-1], "good")] if equal else []
     step = steps[len(equal)]
-    headline = "; ".join([f"the digests differ, first at step {step:,}", *texts])
+    headline = f"the digests differ at step {step:,}, the first with digests in both that differ"
+    if equal:
+        headline += f"; equal at {number} before, up to step {equal[-1]:,}"
     return [Verdict("weights", headline, "", step, "note")]

@@ -204,7 +204,7 @@ VERBS = {
     ),
     "checkpoint": Verb(
         "titanlite.tools.checkpoint",
-        "list, verify, show and average checkpoints",
+        "list, verify, show, average and digest checkpoints",
         own=("--tensors", "--last", "--steps", "--weights", "--output", "--allow-decayed", ALLOW_IMPORTS),
     ),
     "config": Verb(

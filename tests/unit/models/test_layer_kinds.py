@@ -50,7 +50,7 @@ def test_a_pattern_is_repeated_over_the_layers(overrides: dict[str, Any], letter
     ("overrides", "message"),
     [
         ({"layer_pattern": "SL"}, "layer_pattern = 'SL' needs a sliding_window above 0"),
-        ({"layer_pattern": "LX", "sliding_window": 4}, "layer_pattern = 'LX': 'X' is neither L nor S"),
+        ({"layer_pattern": "LX", "sliding_window": 4}, r"layer_pattern = 'LX': 'X' is neither L \(all"),
         ({"layer_pattern": "L", "sliding_window": 4}, "layer_pattern = 'L': none of the 3 layers is S"),
         ({"window_rope_theta": -1.0}, "window_rope_theta = -1.0 is below 0"),
     ],
@@ -144,4 +144,5 @@ def test_the_log_names_the_kernel_of_each_kind(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(SDPA, "kernel", lambda self, needs: "flex" if needs.window else "flash")
     kinds = [AttentionKind(), AttentionKind(4), AttentionKind(4)]
     assert kernels(SDPA(), needs, kinds) == "flash (full, 1 layer), flex (window 4, 2 layers)"
-    assert kernels(SDPA(), needs, kinds[1:]) == "flex"
+    assert kernels(SDPA(), needs, kinds[1:]) == "flex (window 4, 2 layers)"
+    assert kernels(SDPA(), needs, kinds[:1]) == "flash"

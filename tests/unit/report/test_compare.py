@@ -96,14 +96,15 @@ def test_the_first_step_with_other_weights_is_named(tmp_path: Path) -> None:
     equal = with_digests(tmp_path / "b", ["1", "2", None, "4"])
     later = with_digests(tmp_path / "c", ["1", "5", "3"])
     other = with_digests(tmp_path / "d", ["0", "2", "3"])
-    assert weights_of(first, equal) == ["weights: equal in 2 steps, up to step 2"]
+    assert weights_of(first, equal) == ["weights: equal at all 2 steps with digests in both, up to step 2"]
     assert weights_of(first, later) == [
-        "weights: the digests differ, first at step 2; equal in 1 step, up to step 1"
+        "weights: the digests differ at step 2, the first with digests in both that differ; equal at the one "
+        "step before, up to step 1"
     ]
-    assert weights_of(first, other) == ["weights: the digests differ, first at step 1"]
-    assert "the digests differ, first at step 2; equal" in report(
-        [read_run(p, p.name) for p in (first, later)]
-    )
+    assert weights_of(first, other) == [
+        "weights: the digests differ at step 1, the first with digests in both that differ"
+    ]
+    assert "the digests differ at step 2, the first" in report([read_run(p, p.name) for p in (first, later)])
 
 
 def test_weights_of_checkpoints_are_compared(tmp_path: Path) -> None:
@@ -112,7 +113,8 @@ def test_weights_of_checkpoints_are_compared(tmp_path: Path) -> None:
         with_checkpoint(folder, 2, {"weights": "2", "state": digest})
         with_checkpoint(folder, 3, {"weights": digest})
     assert weights_of(first, other) == [
-        "weights: the digests differ, first at step 3; equal in 2 steps, up to step 2"
+        "weights: the digests differ at step 3, the first with digests in both that differ; equal at all 2 "
+        "steps before, up to step 2"
     ]
 
 
