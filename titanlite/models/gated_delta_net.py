@@ -53,8 +53,8 @@ class GatedRMSNorm(nn.Module):
 
 
 def softplus(x: torch.Tensor) -> torch.Tensor:
-    """log(1 + exp(x)). Not torch's softplus: the layout of its gradient differs from the layout that torch 2.13
-    compiles for, so that the compile backend "aot_eager" fails."""
+    """log(1 + exp(x)). Not torch's softplus: the layout of its gradient is not always the layout that torch
+    2.13 compiles for, and then the compile backend "aot_eager" fails."""
     return torch.logaddexp(x, torch.zeros_like(x))
 
 

@@ -25,6 +25,8 @@ K), E head dim of queries and keys, V head dim of values, N chunks, C tokens of 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -48,9 +50,10 @@ def gated_delta_rule(
     in fp32. Computes in fp32, or in fp64 if the inputs are fp64.
 
     Head n of queries and keys serves the heads n H / K to (n + 1) H / K - 1 of the values. `log_decay_BTH`:
-    at most 0. `initial_state` [B, H, E, V]: the state before the first token; None: zero. `starts` bool [B,
-    T]: True at the first token of each document, which does not see the state before it. `normalize_qk`:
-    divide queries and keys by their L2 norms first; otherwise the caller has done it."""
+    at most 0. `initial_state` [B, H, E, V]: the state before the first token; None: zero. `starts` bool
+    [B, T]: True at the first token of each document, which does not see the state before it. `normalize_qk`:
+    divide queries and keys by their L2 norms first; otherwise the caller has done it. `chunk_size` changes
+    time, memory and rounding only."""
     q, k, v, g_BHT, beta_BHT = _heads_first(
         q_BTKE, k_BTKE, v_BTHV, log_decay_BTH, beta_BTH, normalize_qk=normalize_qk
     )
@@ -83,15 +86,10 @@ def gated_delta_rule(
     scores = (q @ k.mT) * decay_BHNCC
     q = q * read_BHNC[..., None]
     k = k * decay_BHNCC[..., -1, :, None]
-    kept = read_BHNC[..., -1, None, None]
-
-    state = _initial(initial_state, v, k.shape[-1])
-    outs = []
-    for n in range(q.shape[2]):
-        corrections = values[:, :, n] - keys[:, :, n] @ state
-        outs.append(q[:, :, n] @ state + scores[:, :, n] @ corrections)
-        state = state * kept[:, :, n] + k[:, :, n].mT @ corrections
-    out_BTHV = torch.cat(outs, dim=2)[:, :, :T].transpose(1, 2)
+    kept_BHN = read_BHNC[..., -1]
+    first = _initial(initial_state, v, k.shape[-1])
+    out, state = chunk_recurrence(q, scores, values, keys, k, kept_BHN, first)
+    out_BTHV = out.flatten(2, 3)[:, :, :T].transpose(1, 2)
     return out_BTHV.to(v_BTHV.dtype), state
 
 
@@ -142,6 +140,103 @@ def l2_normalized(x: torch.Tensor) -> torch.Tensor:
     return x * (x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()
 
 
+def loop_over_chunks(
+    q_BHNCE: torch.Tensor,
+    scores_BHNCC: torch.Tensor,
+    values_BHNCV: torch.Tensor,
+    keys_BHNCE: torch.Tensor,
+    k_BHNCE: torch.Tensor,
+    kept_BHN: torch.Tensor,
+    state_BHEV: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs [B, H, N, C, V] and the state after the last chunk. For each chunk, the corrections are
+    values - keys S, the outputs q S + scores corrections, and the next state kept S + k^T corrections."""
+    states, corrections, last = _states_and_corrections(
+        values_BHNCV, keys_BHNCE, k_BHNCE, kept_BHN, state_BHEV
+    )
+    return q_BHNCE @ states + scores_BHNCC @ corrections, last
+
+
+def _states_and_corrections(
+    values_BHNCV: torch.Tensor,
+    keys_BHNCE: torch.Tensor,
+    k_BHNCE: torch.Tensor,
+    kept_BHN: torch.Tensor,
+    state_BHEV: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The states [B, H, N, E, V] before the chunks, the corrections [B, H, N, C, V], and the last state."""
+    states, corrections, state = [], [], state_BHEV
+    for n in range(k_BHNCE.shape[2]):
+        states.append(state)
+        corrections.append(values_BHNCV[:, :, n] - keys_BHNCE[:, :, n] @ state)
+        state = state * kept_BHN[:, :, n, None, None] + k_BHNCE[:, :, n].mT @ corrections[-1]
+    return torch.stack(states, 2), torch.stack(corrections, 2), state
+
+
+# An operator with its own backward, for two reasons. torch.compile would unroll the loop, so that the time of
+# compilation would grow with the sequence length. And autograd would keep the states before all chunks, which
+# for T = 4096, E = V = 128 and 32 heads are 128 MiB for each layer and sequence; the backward computes them
+# again.
+chunk_recurrence = torch.library.custom_op(
+    "titanlite::gated_delta_rule_chunks", loop_over_chunks, mutates_args=()
+)
+
+
+@torch.library.custom_op("titanlite::gated_delta_rule_chunks_backward", mutates_args=())
+def _chunk_recurrence_backward(
+    q_BHNCE: torch.Tensor,
+    scores_BHNCC: torch.Tensor,
+    values_BHNCV: torch.Tensor,
+    keys_BHNCE: torch.Tensor,
+    k_BHNCE: torch.Tensor,
+    kept_BHN: torch.Tensor,
+    state_BHEV: torch.Tensor,
+    g_out_BHNCV: torch.Tensor,
+    g_last_BHEV: torch.Tensor,
+) -> list[torch.Tensor]:
+    """The gradients of the arguments of loop_over_chunks."""
+    states, corrections, _ = _states_and_corrections(values_BHNCV, keys_BHNCE, k_BHNCE, kept_BHN, state_BHEV)
+    from_out_BHNEV = q_BHNCE.mT @ g_out_BHNCV
+    g_corrections = scores_BHNCC.mT @ g_out_BHNCV
+    g_next = torch.empty_like(states)  # gradients of the states after the chunks
+    g_state = g_last_BHEV
+    for n in reversed(range(k_BHNCE.shape[2])):
+        g_next[:, :, n] = g_state
+        g_corrections[:, :, n] += k_BHNCE[:, :, n] @ g_state
+        g_state = g_state * kept_BHN[:, :, n, None, None] + from_out_BHNEV[:, :, n]
+        g_state = g_state - keys_BHNCE[:, :, n].mT @ g_corrections[:, :, n]
+    return [
+        g_out_BHNCV @ states.mT,
+        g_out_BHNCV @ corrections.mT,
+        g_corrections,
+        -(g_corrections @ states.mT),
+        corrections @ g_next.mT,
+        (g_next * states).sum((-2, -1)),
+        g_state.contiguous(),
+    ]
+
+
+@chunk_recurrence.register_fake
+def _(q: torch.Tensor, scores: torch.Tensor, values: torch.Tensor, *rest: torch.Tensor) -> Any:
+    return values.new_empty(values.shape), values.new_empty(rest[-1].shape)
+
+
+@_chunk_recurrence_backward.register_fake
+def _(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [x.new_empty(x.shape) for x in tensors[:7]]
+
+
+def _save(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, g_out: torch.Tensor, g_last: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(_chunk_recurrence_backward(*ctx.saved_tensors, g_out, g_last))
+
+
+chunk_recurrence.register_autograd(_backward, setup_context=_save)
+
+
 def _heads_first(
     q_BTKE: torch.Tensor,
     k_BTKE: torch.Tensor,
@@ -168,7 +263,7 @@ def _initial(initial_state: torch.Tensor | None, v: torch.Tensor, key_dim: int) 
     """The state before the first token, in the dtype of `v`."""
     if initial_state is None:
         return v.new_zeros(*v.shape[:2], key_dim, v.shape[-1])
-    return initial_state.to(v.dtype)
+    return initial_state.to(v.dtype).contiguous()
 
 
 def _running_sum(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -227,7 +227,7 @@ def _fla_backward(
         leaves = [x.detach().requires_grad_() for x in inputs]
         first = leaves[5] if state else None
         out, last = _call_fla(leaves[:5], first, cu_seqlens, chunk_indices, g_state is not None)
-        if g_state is None:
+        if g_state is None or last is None:
             gradients = torch.autograd.grad(out, leaves, g_out_BTHV)
         else:
             gradients = torch.autograd.grad((out, last), leaves, (g_out_BTHV, g_state))
@@ -251,12 +251,12 @@ def _(
     return [x.new_empty(x.shape) for x in (q_BTKE, k_BTKE, v_BTHV, log_decay_BTH, beta_BTH, *state)]
 
 
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
-    *tensors, ctx.keep_state = inputs  # type: ignore[attr-defined]
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    *tensors, ctx.keep_state = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx, g_out_BTHV: torch.Tensor, g_state: torch.Tensor):  # type: ignore[no-untyped-def]
+def _backward(ctx: Any, g_out_BTHV: torch.Tensor, g_state: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     gradients = _fla_backward(
         *ctx.saved_tensors, g_out_BTHV.contiguous(), g_state if ctx.keep_state else None
     )
