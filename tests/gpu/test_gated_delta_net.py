@@ -13,10 +13,11 @@ import torch
 
 from titanlite.config.component import ConfigError
 from titanlite.models.gated_delta_net import GatedDeltaNet, GatedDeltaNetCache
-from titanlite.models.gated_delta_rule import gated_delta_rule
+from titanlite.models.gated_delta_rule import gated_delta_rule, l2_normalized
 from titanlite.models.gated_delta_rule_kernels import (
     Documents,
     Rule,
+    RuleInputs,
     fla_rule,
     kernel_for,
     obstacle,
@@ -35,11 +36,10 @@ pytestmark = pytest.mark.gpu
 needs_kernels = pytest.mark.skipif(bool(reason()), reason=reason())
 CUDA = torch.device("cuda")
 T = 500  # no multiple of the chunk
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 HEADS = [(2, 4, 64, 64), (2, 2, 128, 128), (4, 8, 128, 64)]
 
 
-def inputs(heads: tuple[int, ...], dtype: torch.dtype, size: tuple[int, int] = (3, T)) -> Inputs:
+def inputs(heads: tuple[int, ...], dtype: torch.dtype, size: tuple[int, int] = (3, T)) -> RuleInputs:
     """q, k, v, log decay and beta."""
     K, H, E, V = heads
     g = torch.Generator().manual_seed(0)
@@ -50,10 +50,9 @@ def inputs(heads: tuple[int, ...], dtype: torch.dtype, size: tuple[int, int] = (
     return trainable(q, k, v, decay, beta.sigmoid())
 
 
-def trainable(*tensors: torch.Tensor) -> Inputs:
+def trainable(*tensors: torch.Tensor) -> RuleInputs:
     """Leaves on the GPU."""
-    q, k, v, decay, beta = (x.detach().cuda().requires_grad_() for x in tensors)
-    return q, k, v, decay, beta
+    return RuleInputs(*(x.detach().cuda().requires_grad_() for x in tensors))
 
 
 def packed() -> Documents:
@@ -65,9 +64,9 @@ def packed() -> Documents:
     return Documents.from_positions(positions, CUDA)
 
 
-def results(rule: Rule, tensors: Inputs, documents: Documents | None) -> list[torch.Tensor]:
+def results(rule: Rule, tensors: RuleInputs, documents: Documents | None) -> list[torch.Tensor]:
     """Outputs, states and gradients in fp32. The loss weights the outputs and the states."""
-    out, state = rule(*tensors, None, documents, True)
+    out, state = rule(tensors, None, documents, True)
     g = torch.Generator().manual_seed(1)
     weights = [torch.randn(x.shape, generator=g).cuda() for x in (out, state)]
     loss = (out.float() * weights[0]).sum() + (state * weights[1]).sum()
@@ -93,11 +92,11 @@ def test_the_kernels_equal_the_reference(heads: tuple[int, ...], documents: bool
 @needs_kernels
 def test_the_state_goes_into_the_kernels() -> None:
     """Two halves of a sequence are the whole, with the gradient that flows through the state."""
-    q, k, v, decay, beta = tensors = inputs((2, 4, 64, 64), torch.bfloat16)
-    whole, _ = fla_rule(q, k, v, decay, beta, None, None, False)
-    h, t = slice(320), slice(320, None)
-    first, state = fla_rule(q[:, h], k[:, h], v[:, h], decay[:, h], beta[:, h], None, None, True)
-    second, _ = fla_rule(q[:, t], k[:, t], v[:, t], decay[:, t], beta[:, t], state, None, False)
+    tensors = inputs((2, 4, 64, 64), torch.bfloat16)
+    whole, _ = fla_rule(tensors, None, None, False)
+    head, tail = (RuleInputs(*(x[:, part] for x in tensors)) for part in (slice(320), slice(320, None)))
+    first, state = fla_rule(head, None, None, True)
+    second, _ = fla_rule(tail, state, None, False)
     halves = torch.cat((first, second), 1)
     assert (halves - whole).float().norm() <= 1e-2 * whole.float().norm()
     expected, actual, cut = (
@@ -117,9 +116,9 @@ def test_no_bit_of_another_document_reaches_a_token() -> None:
     with torch.no_grad():
         for x, original in zip(changed, tensors):
             x[0, inside] = original[0, inside]
-    outs = [fla_rule(*x, None, documents, False)[0][0, inside] for x in (tensors, changed)]
+    outs = [fla_rule(x, None, documents, False)[0][0, inside] for x in (tensors, changed)]
     assert torch.equal(*outs)
-    whole = [fla_rule(*x, None, None, False)[0][0, inside] for x in (tensors, changed)]
+    whole = [fla_rule(x, None, None, False)[0][0, inside] for x in (tensors, changed)]
     assert not torch.equal(*whole)  # control
 
 
@@ -175,7 +174,7 @@ def test_the_kernels_are_faster_than_the_reference() -> None:
         for _ in range(3):  # the first calls compile and choose block sizes
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            out, _ = rule(*tensors, None, None, False)
+            out, _ = rule(tensors, None, None, False)
             torch.autograd.grad(out.float().sum(), tensors)
             torch.cuda.synchronize()
             seconds[rule] = time.perf_counter() - begin
@@ -185,15 +184,15 @@ def test_the_kernels_are_faster_than_the_reference() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_reference_is_the_same_on_cuda_and_cpu(dtype: torch.dtype) -> None:
-    tensors = [x.detach() for x in inputs((2, 4, 64, 64), dtype)]
+    q, k, v, decay, beta = (x.detach() for x in inputs((2, 4, 64, 64), dtype))
+    tensors = (l2_normalized(q), l2_normalized(k), v, decay, beta)
     documents = packed()
-    out, state = gated_delta_rule(*tensors, None, documents.starts, normalize_qk=True)
-    expected, expected_state = gated_delta_rule(
-        *(x.cpu() for x in tensors), None, documents.starts.cpu(), normalize_qk=True
-    )
+    out, state = gated_delta_rule(*tensors, None, documents.starts)
+    on_cpu = [x.cpu() for x in (*tensors, documents.starts)]
+    expected, expected_state = gated_delta_rule(*on_cpu[:5], starts=on_cpu[5])
     assert (out.cpu() - expected).float().norm() <= 1e-2 * expected.float().norm()
     assert (state.cpu() - expected_state).norm() <= 1e-4 * expected_state.norm()
-    whole, _ = gated_delta_rule(*tensors, normalize_qk=True)
+    whole, _ = gated_delta_rule(*tensors)
     assert (whole - out).float().norm() > 0.1 * out.float().norm()  # control
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titanlite.models.gated_delta_rule import state_flops_per_token
-from titanlite.models.gated_delta_rule_kernels import Documents, Rule, kernel_for, torch_rule
+from titanlite.models.gated_delta_rule_kernels import Documents, Rule, RuleInputs, kernel_for, torch_rule
 from titanlite.models.layers import Linear
 from titanlite.models.short_convolution import ShortConvolution
 
@@ -114,9 +114,8 @@ class GatedDeltaNet(nn.Module):
         rate, bias = (p.to(x_BTD.dtype).to(dtype) for p in (self.A_log, self.dt_bias))
         log_decay_BTH = -rate.exp() * softplus(self.in_proj_a(x_BTD).to(dtype) + bias)
 
-        out_BTHV, state = self.rule(
-            q_BTKE, k_BTKE, v_BTHV, log_decay_BTH, beta_BTH, state, documents, cache is not None
-        )
+        inputs = RuleInputs(q_BTKE, k_BTKE, v_BTHV, log_decay_BTH, beta_BTH)
+        out_BTHV, state = self.rule(inputs, state, documents, cache is not None)
         if cache is not None:
             cache.convolution, cache.state = last, state
         return self.out_proj(self.norm(out_BTHV, z_BTHV).flatten(-2))

@@ -42,23 +42,17 @@ def gated_delta_rule(
     beta_BTH: torch.Tensor,
     initial_state: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
-    *,
-    normalize_qk: bool = False,
-    chunk_size: int = CHUNK_SIZE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The outputs [B, T, H, V], in the dtype of the values, and the state [B, H, E, V] after the last token,
     in fp32. Computes in fp32, or in fp64 if the inputs are fp64.
 
     Head n of queries and keys serves the heads n H / K to (n + 1) H / K - 1 of the values. `log_decay_BTH`:
     at most 0. `initial_state` [B, H, E, V]: the state before the first token; None: zero. `starts` bool
-    [B, T]: True at the first token of each document, which does not see the state before it. `normalize_qk`:
-    divide queries and keys by their L2 norms first; otherwise the caller has done it. `chunk_size` changes
-    time, memory and rounding only."""
-    q, k, v, g_BHT, beta_BHT = _heads_first(
-        q_BTKE, k_BTKE, v_BTHV, log_decay_BTH, beta_BTH, normalize_qk=normalize_qk
-    )
+    [B, T]: True at the first token of each document, which does not see the state before it. The caller
+    has normalised queries and keys."""
+    q, k, v, g_BHT, beta_BHT = _heads_first(q_BTKE, k_BTKE, v_BTHV, log_decay_BTH, beta_BTH)
     T = q.shape[2]
-    C = min(chunk_size, T)
+    C = min(CHUNK_SIZE, T)
     padding = -T % C  # tokens of rate zero and without decay, which leave the state as it is
     q, k, v = (F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, C)) for x in (q, k, v))
     g_BHNC, beta_BHNC = (F.pad(x, (0, padding)).unflatten(2, (-1, C)) for x in (g_BHT, beta_BHT))
@@ -101,13 +95,9 @@ def recurrent_gated_delta_rule(
     beta_BTH: torch.Tensor,
     initial_state: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
-    *,
-    normalize_qk: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """gated_delta_rule token by token, for decoding and as the definition that tests compare with."""
-    q, k, v, g_BHT, beta_BHT = _heads_first(
-        q_BTKE, k_BTKE, v_BTHV, log_decay_BTH, beta_BTH, normalize_qk=normalize_qk
-    )
+    q, k, v, g_BHT, beta_BHT = _heads_first(q_BTKE, k_BTKE, v_BTHV, log_decay_BTH, beta_BTH)
     state = _initial(initial_state, v, k.shape[-1])
     decay, beta = g_BHT.exp()[..., None, None], beta_BHT[..., None, None]
     outs = []
@@ -136,7 +126,8 @@ def state_flops_per_token(num_heads: int, key_dim: int, value_dim: int) -> int:
 
 
 def l2_normalized(x: torch.Tensor) -> torch.Tensor:
-    """x / sqrt(sum of x^2 + 1e-6) over the last dim."""
+    """x / sqrt(sum of x^2 + 1e-6) over the last dim, in fp32, or in fp64 for fp64."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x * (x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()
 
 
@@ -184,17 +175,10 @@ chunk_recurrence = torch.library.custom_op(
 
 @torch.library.custom_op("titanlite::gated_delta_rule_chunks_backward", mutates_args=())
 def _chunk_recurrence_backward(
-    q_BHNCE: torch.Tensor,
-    scores_BHNCC: torch.Tensor,
-    values_BHNCV: torch.Tensor,
-    keys_BHNCE: torch.Tensor,
-    k_BHNCE: torch.Tensor,
-    kept_BHN: torch.Tensor,
-    state_BHEV: torch.Tensor,
-    g_out_BHNCV: torch.Tensor,
-    g_last_BHEV: torch.Tensor,
+    inputs: list[torch.Tensor], g_out_BHNCV: torch.Tensor, g_last_BHEV: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The gradients of the arguments of loop_over_chunks."""
+    """The gradients of the arguments of loop_over_chunks, which are `inputs`."""
+    q_BHNCE, scores_BHNCC, values_BHNCV, keys_BHNCE, k_BHNCE, kept_BHN, state_BHEV = inputs
     states, corrections, _ = _states_and_corrections(values_BHNCV, keys_BHNCE, k_BHNCE, kept_BHN, state_BHEV)
     from_out_BHNEV = q_BHNCE.mT @ g_out_BHNCV
     g_corrections = scores_BHNCC.mT @ g_out_BHNCV
@@ -222,8 +206,8 @@ def _(q: torch.Tensor, scores: torch.Tensor, values: torch.Tensor, *rest: torch.
 
 
 @_chunk_recurrence_backward.register_fake
-def _(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [x.new_empty(x.shape) for x in tensors[:7]]
+def _(inputs: list[torch.Tensor], g_out: torch.Tensor, g_last: torch.Tensor) -> list[torch.Tensor]:
+    return [x.new_empty(x.shape) for x in inputs]
 
 
 def _save(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -231,7 +215,7 @@ def _save(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor
 
 
 def _backward(ctx: Any, g_out: torch.Tensor, g_last: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(_chunk_recurrence_backward(*ctx.saved_tensors, g_out, g_last))
+    return tuple(_chunk_recurrence_backward(list(ctx.saved_tensors), g_out, g_last))
 
 
 chunk_recurrence.register_autograd(_backward, setup_context=_save)
@@ -243,16 +227,12 @@ def _heads_first(
     v_BTHV: torch.Tensor,
     log_decay_BTH: torch.Tensor,
     beta_BTH: torch.Tensor,
-    *,
-    normalize_qk: bool,
 ) -> tuple[torch.Tensor, ...]:
     """The inputs in fp32 or fp64 with the heads before the tokens, H heads of queries and keys, and scaled
     queries."""
     dtype = torch.promote_types(v_BTHV.dtype, torch.float32)
     inputs = (q_BTKE, k_BTKE, v_BTHV, log_decay_BTH, beta_BTH)
     q, k, v, g, beta = (x.to(dtype).transpose(1, 2) for x in inputs)
-    if normalize_qk:
-        q, k = l2_normalized(q), l2_normalized(k)
     q = q * q.shape[-1] ** -0.5
     if q.shape[1] != v.shape[1]:
         q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))

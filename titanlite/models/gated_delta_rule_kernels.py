@@ -23,7 +23,12 @@ import torch
 import torch.nn.functional as F
 
 from titanlite.config.component import ConfigError
-from titanlite.models.gated_delta_rule import CHUNK_SIZE, gated_delta_rule, recurrent_gated_delta_rule
+from titanlite.models.gated_delta_rule import (
+    CHUNK_SIZE,
+    gated_delta_rule,
+    l2_normalized,
+    recurrent_gated_delta_rule,
+)
 from titanlite.torch_compat import mark_dynamic
 
 FLA_VERSIONS = ((0, 6), (0, 7))  # from the first, below the second
@@ -60,17 +65,24 @@ class Documents(NamedTuple):
         return documents
 
 
+class RuleInputs(NamedTuple):
+    """The inputs of the gated delta rule for each token. Queries and keys are not normalised yet."""
+
+    q_BTKE: torch.Tensor
+    k_BTKE: torch.Tensor
+    v_BTHV: torch.Tensor
+    log_decay_BTH: torch.Tensor
+    beta_BTH: torch.Tensor
+
+
 class Rule(Protocol):
-    """The gated delta rule with L2-normalised queries and keys. Shapes as in gated_delta_rule. Returns the
-    state after the last token of each sequence only with `keep_state`, otherwise None."""
+    """The L2 normalisation of queries and keys, and the gated delta rule. `initial_state` [B, H, E, V]: as in
+    gated_delta_rule. Returns the outputs [B, T, H, V] and, with `keep_state`, the state after the last token
+    of each sequence, otherwise None."""
 
     def __call__(
         self,
-        q_BTKE: torch.Tensor,
-        k_BTKE: torch.Tensor,
-        v_BTHV: torch.Tensor,
-        log_decay_BTH: torch.Tensor,
-        beta_BTH: torch.Tensor,
+        inputs: RuleInputs,
         initial_state: torch.Tensor | None,
         documents: Documents | None,
         keep_state: bool,
@@ -78,44 +90,31 @@ class Rule(Protocol):
 
 
 def torch_rule(
-    q_BTKE: torch.Tensor,
-    k_BTKE: torch.Tensor,
-    v_BTHV: torch.Tensor,
-    log_decay_BTH: torch.Tensor,
-    beta_BTH: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    documents: Documents | None,
-    keep_state: bool,
+    inputs: RuleInputs, initial_state: torch.Tensor | None, documents: Documents | None, keep_state: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The rule on any device, for all dtypes: in chunks, and by the recurrence for a single token."""
+    q, k, v, log_decay, beta = inputs
     starts = None if documents is None else documents.starts
-    rule = recurrent_gated_delta_rule if v_BTHV.shape[1] == 1 else gated_delta_rule
-    inputs = (q_BTKE, k_BTKE, v_BTHV, log_decay_BTH, beta_BTH)
-    out, state = rule(*inputs, initial_state, starts, normalize_qk=True)
+    rule = recurrent_gated_delta_rule if v.shape[1] == 1 else gated_delta_rule
+    out, state = rule(l2_normalized(q), l2_normalized(k), v, log_decay, beta, initial_state, starts)
     return out, state if keep_state else None
 
 
 def fla_rule(
-    q_BTKE: torch.Tensor,
-    k_BTKE: torch.Tensor,
-    v_BTHV: torch.Tensor,
-    log_decay_BTH: torch.Tensor,
-    beta_BTH: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    documents: Documents | None,
-    keep_state: bool,
+    inputs: RuleInputs, initial_state: torch.Tensor | None, documents: Documents | None, keep_state: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The rule by the kernels of flash-linear-attention. A single token, and documents that continue a state,
     go to torch_rule."""
-    inputs = (q_BTKE, k_BTKE, v_BTHV, log_decay_BTH.float(), beta_BTH.to(v_BTHV.dtype))
-    if v_BTHV.shape[1] == 1 or (documents is not None and initial_state is not None):
-        return torch_rule(*inputs, initial_state, documents, keep_state)
+    B, T = inputs.v_BTHV.shape[:2]
+    if T == 1 or (documents is not None and initial_state is not None):
+        return torch_rule(inputs, initial_state, documents, keep_state)
+    q, k, v, log_decay, beta = inputs
+    tensors = [q, k, v, log_decay.float(), beta.to(v.dtype)]
     if documents is None:
-        out, state = _fla(*inputs, initial_state, None, None, keep_state)
+        out, state = _fla(tensors, initial_state, None, None, keep_state)
         return out, state if keep_state else None
-    B, T = v_BTHV.shape[:2]
-    flat = (x.flatten(0, 1)[None] for x in inputs)
-    out, states = _fla(*flat, None, documents.cu_seqlens, documents.chunk_indices, keep_state)
+    flat = [x.flatten(0, 1)[None] for x in tensors]
+    out, states = _fla(flat, None, documents.cu_seqlens, documents.chunk_indices, keep_state)
     out = out[0].unflatten(0, (B, T))
     if not keep_state:
         return out, None
@@ -163,23 +162,18 @@ def _version(package: str) -> tuple[int, ...] | None:
     return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
 
 
-# Operators, because torch.compile cannot trace the package's function.
+# Operators, because torch.compile cannot trace the package's function. `inputs`: q, k, v, log decay and beta.
 
 
 @torch.library.custom_op("titanlite::fla_gated_delta_rule", mutates_args=())
 def _fla(
-    q_BTKE: torch.Tensor,
-    k_BTKE: torch.Tensor,
-    v_BTHV: torch.Tensor,
-    log_decay_BTH: torch.Tensor,
-    beta_BTH: torch.Tensor,
+    inputs: list[torch.Tensor],
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     chunk_indices: torch.Tensor | None,
     keep_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The outputs [B, T, H, V] and the states [M or B, H, E, V], or an empty tensor without `keep_state`."""
-    inputs = (q_BTKE, k_BTKE, v_BTHV, log_decay_BTH, beta_BTH)
     with torch.no_grad():
         out, state = _call_fla(inputs, initial_state, cu_seqlens, chunk_indices, keep_state)
     state = out.new_empty(0, dtype=torch.float32) if state is None else state
@@ -188,44 +182,35 @@ def _fla(
 
 @_fla.register_fake
 def _(
-    q_BTKE: torch.Tensor,
-    k_BTKE: torch.Tensor,
-    v_BTHV: torch.Tensor,
-    log_decay_BTH: torch.Tensor,
-    beta_BTH: torch.Tensor,
+    inputs: list[torch.Tensor],
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     chunk_indices: torch.Tensor | None,
     keep_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out = v_BTHV.new_empty(v_BTHV.shape)
+    q, _, v, *_ = inputs
+    out = v.new_empty(v.shape)
     if not keep_state:
         return out, out.new_empty(0, dtype=torch.float32)
-    num_states = len(v_BTHV) if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shape = (num_states, v_BTHV.shape[2], q_BTKE.shape[3], v_BTHV.shape[3])
-    return out, out.new_empty(shape, dtype=torch.float32)
+    num_states = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return out, out.new_empty((num_states, v.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32)
 
 
 @torch.library.custom_op("titanlite::fla_gated_delta_rule_backward", mutates_args=())
 def _fla_backward(
-    q_BTKE: torch.Tensor,
-    k_BTKE: torch.Tensor,
-    v_BTHV: torch.Tensor,
-    log_decay_BTH: torch.Tensor,
-    beta_BTH: torch.Tensor,
+    inputs: list[torch.Tensor],
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     chunk_indices: torch.Tensor | None,
     g_out_BTHV: torch.Tensor,
     g_state: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """The gradients of the five inputs, and of the initial state if there is one. Runs the forward again:
-    the package's functions that would avoid it are private."""
-    state = [] if initial_state is None else [initial_state]
-    inputs = (q_BTKE, k_BTKE, v_BTHV, log_decay_BTH, beta_BTH, *state)
+    """The gradients of the five inputs, and of the initial state if there is one. Runs the forward again: the
+    package's functions that would avoid it are private. Within an operator, autograd records the package's
+    autograd.Function, but none of torch's operators."""
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        first = leaves[5] if state else None
+        leaves = [x.detach().requires_grad_() for x in _with_state(inputs, initial_state)]
+        first = None if initial_state is None else leaves[5]
         out, last = _call_fla(leaves[:5], first, cu_seqlens, chunk_indices, g_state is not None)
         if g_state is None or last is None:
             gradients = torch.autograd.grad(out, leaves, g_out_BTHV)
@@ -236,38 +221,39 @@ def _fla_backward(
 
 @_fla_backward.register_fake
 def _(
-    q_BTKE: torch.Tensor,
-    k_BTKE: torch.Tensor,
-    v_BTHV: torch.Tensor,
-    log_decay_BTH: torch.Tensor,
-    beta_BTH: torch.Tensor,
+    inputs: list[torch.Tensor],
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     chunk_indices: torch.Tensor | None,
     g_out_BTHV: torch.Tensor,
     g_state: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    state = [] if initial_state is None else [initial_state]
-    return [x.new_empty(x.shape) for x in (q_BTKE, k_BTKE, v_BTHV, log_decay_BTH, beta_BTH, *state)]
+    return [x.new_empty(x.shape) for x in _with_state(inputs, initial_state)]
+
+
+def _with_state(inputs: list[torch.Tensor], initial_state: torch.Tensor | None) -> list[torch.Tensor]:
+    return inputs if initial_state is None else [*inputs, initial_state]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    *tensors, ctx.keep_state = inputs
-    ctx.save_for_backward(*tensors)
+    tensors, *others, ctx.keep_state = inputs
+    ctx.save_for_backward(*tensors, *others)
 
 
-def _backward(ctx: Any, g_out_BTHV: torch.Tensor, g_state: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, g_out_BTHV: torch.Tensor, g_state: torch.Tensor) -> tuple[Any, ...]:
+    *inputs, initial_state, cu_seqlens, chunk_indices = ctx.saved_tensors
+    g_last = g_state.contiguous() if ctx.keep_state else None
     gradients = _fla_backward(
-        *ctx.saved_tensors, g_out_BTHV.contiguous(), g_state if ctx.keep_state else None
+        inputs, initial_state, cu_seqlens, chunk_indices, g_out_BTHV.contiguous(), g_last
     )
-    return (*gradients, *(None,) * (9 - len(gradients)))
+    return gradients[:5], None if initial_state is None else gradients[5], None, None, None
 
 
 _fla.register_autograd(_backward, setup_context=_save)
 
 
 def _call_fla(
-    inputs: tuple[torch.Tensor, ...] | list[torch.Tensor],
+    inputs: list[torch.Tensor],
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     chunk_indices: torch.Tensor | None,
@@ -275,8 +261,8 @@ def _call_fla(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    function: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = chunk_gated_delta_rule
     q, k, v, log_decay, beta = inputs
+    function: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = chunk_gated_delta_rule
     return function(
         q,
         k,

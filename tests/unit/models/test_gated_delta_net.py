@@ -21,10 +21,18 @@ from titanlite.models import gated_delta_rule_kernels as kernels
 from titanlite.models.gated_delta_net import GatedDeltaNet, GatedDeltaNetCache
 from titanlite.models.gated_delta_rule import (
     gated_delta_rule,
+    l2_normalized,
     recurrent_gated_delta_rule,
     state_flops_per_token,
 )
-from titanlite.models.gated_delta_rule_kernels import Documents, fla_rule, kernel_for, torch_rule
+from titanlite.models.gated_delta_rule_kernels import (
+    Documents,
+    Rule,
+    RuleInputs,
+    fla_rule,
+    kernel_for,
+    torch_rule,
+)
 from titanlite.models.short_convolution import short_convolution
 
 B, K, H, E, V = 2, 2, 4, 8, 6
@@ -61,10 +69,10 @@ def positions_of(starts: torch.Tensor) -> torch.Tensor:
     return indices - torch.where(starts, indices, 0).cummax(1).values
 
 
-def results(rule: Callable[..., Any], tensors: Tensors, *args: Any, **options: Any) -> Tensors:
+def results(rule: Callable[..., Any], tensors: Tensors, starts: torch.Tensor | None) -> Tensors:
     """Outputs, final state and the gradients of all inputs."""
     q, k, v, decay, beta, state = tensors
-    out, last = rule(q, k, v, decay, beta, state, *args, **options)
+    out, last = rule(q, k, v, decay, beta, state, starts)
     g = generator(1)
     loss = sum((x * torch.randn(x.shape, generator=g, dtype=x.dtype)).sum() for x in (out, last))
     return [out, last, *torch.autograd.grad(loss, tensors)]
@@ -86,11 +94,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("T", "chunk_size", "documents"), CASES)
-def test_chunks_equal_the_recurrence(T: int, chunk_size: int, documents: Any) -> None:
+def test_chunks_equal_the_recurrence(
+    T: int, chunk_size: int, documents: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_SIZE", chunk_size)
     tensors = inputs(T)
     starts = starts_at(T, *documents) if documents else None
     expected = results(recurrent_gated_delta_rule, tensors, starts)
-    actual = results(gated_delta_rule, tensors, starts, chunk_size=chunk_size)
+    actual = results(gated_delta_rule, tensors, starts)
     assert largest_error(actual, expected) < 1e-10
     without = [*tensors[:3], tensors[3] * 0.99, *tensors[4:]]
     with torch.no_grad():  # control: slightly less decay
@@ -111,12 +122,14 @@ def test_the_recurrence_is_the_formula() -> None:
     torch.testing.assert_close(last[0, 0], S.T, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_equal_finite_differences() -> None:
-    tensors = inputs(5, shape=(1, 1, 2, 2, 2))
+def test_gradients_equal_finite_differences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_SIZE", 2)
     starts = starts_at(5, [3])
-    assert torch.autograd.gradcheck(
-        lambda *x: gated_delta_rule(*x, starts, normalize_qk=True, chunk_size=2), tensors, fast_mode=True
-    )
+
+    def normalized_rule(q: torch.Tensor, k: torch.Tensor, *others: torch.Tensor) -> Any:
+        return gated_delta_rule(l2_normalized(q), l2_normalized(k), *others, starts)
+
+    assert torch.autograd.gradcheck(normalized_rule, inputs(5, shape=(1, 1, 2, 2, 2)), fast_mode=True)
 
 
 def test_low_precision_is_computed_in_fp32() -> None:
@@ -134,13 +147,12 @@ def test_low_precision_is_computed_in_fp32() -> None:
 def test_no_bit_of_another_document_reaches_a_token(rule: Callable[..., Any], dtype: torch.dtype) -> None:
     T, document = 150, slice(70, 140)
     starts = starts_at(T, [0, 30, 70, 140], [70, 140])
-    options = {} if rule is recurrent_gated_delta_rule else {"chunk_size": 64}
     outside = torch.ones(T, dtype=torch.bool)
     outside[document] = False
 
     def of_document(tensors: Tensors, starts: torch.Tensor) -> Tensors:
         q, k, v, decay, beta, state = tensors
-        out, _ = rule(q, k, v, decay, beta, state, starts, **options)
+        out, _ = rule(q, k, v, decay, beta, state, starts)
         gradients = torch.autograd.grad(out[:, document].square().sum(), tensors)
         assert not any(g[:, outside].any() for g in gradients[:5])
         assert not gradients[5].any()
@@ -264,11 +276,12 @@ def test_outputs_and_gradients_equal_transformers(
     for name, expected in wanted_gradients.items():
         assert (gradients[name] - expected).abs().max() < gradient_tolerance * expected.abs().max(), name
 
-    def without_decay(q: Any, k: Any, v: Any, decay: torch.Tensor, *rest: Any) -> Any:
-        return torch_rule(q, k, v, decay * 0, *rest)
+    def without_decay(inputs: RuleInputs, *rest: Any) -> Any:
+        return torch_rule(inputs._replace(log_decay_BTH=inputs.log_decay_BTH * 0), *rest)
 
-    def other_key_heads(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Any:
-        return torch_rule(q.flip(2), k.flip(2), *rest)
+    def other_key_heads(inputs: RuleInputs, *rest: Any) -> Any:
+        q, k, *others = inputs
+        return torch_rule(RuleInputs(q.flip(2), k.flip(2), *others), *rest)
 
     for ours.rule in (without_decay, other_key_heads):  # controls
         control, gradients = outputs_and_gradients(ours)
@@ -339,13 +352,13 @@ def test_flops_of_the_state(trained: bool, monkeypatch: pytest.MonkeyPatch) -> N
     tokens in each chunk, too. Of the triangular systems torch counts one product of the backward only.
     It does not look into our operator, so the loop runs without it."""
     monkeypatch.setattr(module, "chunk_recurrence", module.loop_over_chunks)
+    monkeypatch.setattr(module, "CHUNK_SIZE", 16)
     T, C = 32, 16
     tensors = [x.requires_grad_(trained) for x in inputs(T)]
     counted = {}
     for rule in (recurrent_gated_delta_rule, gated_delta_rule):
-        options = {"chunk_size": C} if rule is gated_delta_rule else {}
         with FlopCounterMode(display=False) as counter:
-            out, last = rule(*tensors, None, **options)
+            out, last = rule(*tensors)
             if trained:
                 (out.sum() + last.sum()).backward()
         counted[rule] = counter.get_total_flops() / (B * T)
@@ -379,7 +392,8 @@ class _Stub(torch.autograd.Function):
         outs, states = [], []
         for begin, end in pairwise(bounds):
             tokens = [x[:, begin:end] for x in (q, k, v, g, beta)]
-            out, last = gated_delta_rule(*tokens, state, normalize_qk=True)
+            q_, k_, *others = tokens
+            out, last = gated_delta_rule(l2_normalized(q_), l2_normalized(k_), *others, state)
             outs.append(out)
             states.append(last)
         return torch.cat(outs, 1), torch.cat(states)
@@ -423,27 +437,39 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-@pytest.mark.parametrize(
-    ("packed", "compiled"), [(False, False), (True, False), (True, True), full(False, True)]
-)
-def test_the_kernels_call(stub: list[str], packed: bool, compiled: bool) -> None:
+def trained(layer: GatedDeltaNet, packed: bool) -> Tensors:
+    """Outputs and gradients."""
+    starts = starts_at(70, [0, 20, 39], [0, 41])
+    x = hidden(70).requires_grad_()
+    out = layer(x, Documents.from_positions(positions_of(starts)) if packed else None)
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+def layer_with(rule: Rule) -> GatedDeltaNet:
+    layer = make_layer()
+    layer.rule = rule
+    return layer
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_kernels_call(stub: list[str], packed: bool) -> None:
     """With the package's function replaced: outputs and gradients of the layer are those of torch_rule."""
-    T = 70
-    documents = None
-    if packed:
-        documents = Documents.from_positions(positions_of(starts_at(T, [0, 20, 39], [0, 41])))
-    torch._dynamo.reset()
-    found = []
-    for rule in (torch_rule, fla_rule):
-        layer, x = make_layer(), hidden(T).requires_grad_()
-        layer.rule = rule
-        if compiled and rule is fla_rule:
-            layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
-        out = layer(x, documents)
-        out.square().sum().backward()
-        found.append([out.detach(), x.grad, *(p.grad for p in layer.parameters())])
-    assert largest_error(found[1], found[0]) < 1e-5
+    expected, actual = (trained(layer_with(rule), packed) for rule in (torch_rule, fla_rule))
+    assert largest_error(actual, expected) < 1e-5
     assert stub == ["documents" if packed else "whole"] * 2  # forward, and again in the backward
+    assert largest_error(trained(layer_with(fla_rule), not packed), expected) > 0.01  # control
+
+
+@pytest.mark.parametrize("packed", [full(False), True])
+def test_both_implementations_compile(stub: list[str], packed: bool) -> None:
+    def both(*args: Any) -> Any:
+        return torch_rule(*args)[0] - 2 * fla_rule(*args)[0], None
+
+    torch._dynamo.reset()
+    layer = layer_with(both)
+    layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+    assert largest_error(trained(layer, packed), trained(layer_with(both), packed)) < 1e-5
 
 
 @torch.no_grad()
@@ -464,7 +490,11 @@ def test_decoding_with_the_kernels(stub: list[str]) -> None:
 
 def test_the_gradient_of_the_states(stub: list[str]) -> None:
     tensors = inputs(30, torch.float32)
-    expected, actual = (results(rule, tensors, None, True) for rule in (torch_rule, fla_rule))
+
+    def with_state(rule: Rule) -> Callable[..., Any]:
+        return lambda q, k, v, g, beta, state, _: rule(RuleInputs(q, k, v, g, beta), state, None, True)
+
+    expected, actual = (results(with_state(rule), tensors, None) for rule in (torch_rule, fla_rule))
     assert largest_error(actual, expected) < 1e-5
 
 
