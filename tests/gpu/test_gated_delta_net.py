@@ -1,0 +1,217 @@
+"""The gated delta net on CUDA: the kernels of flash-linear-attention against the reference in fp32, for whole
+sequences and documents, in the eager and the compiled layer, and decoding from their state."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from titanlite.config.component import ConfigError
+from titanlite.models.gated_delta_net import GatedDeltaNet, GatedDeltaNetCache
+from titanlite.models.gated_delta_rule import gated_delta_rule, l2_normalized
+from titanlite.models.gated_delta_rule_kernels import (
+    Documents,
+    Rule,
+    RuleInputs,
+    fla_rule,
+    kernel_for,
+    obstacle,
+    torch_rule,
+)
+
+
+def reason() -> str:
+    """Why the kernels cannot run here; empty if they can."""
+    if not torch.cuda.is_available():
+        return "needs a GPU"
+    return obstacle(torch.cuda.get_device_capability()[0])
+
+
+pytestmark = pytest.mark.gpu
+needs_kernels = pytest.mark.skipif(bool(reason()), reason=reason())
+CUDA = torch.device("cuda")
+T = 500  # no multiple of the chunk
+HEADS = [(2, 4, 64, 64), (2, 2, 128, 128), (4, 8, 128, 64)]
+
+
+def inputs(heads: tuple[int, ...], dtype: torch.dtype, size: tuple[int, int] = (3, T)) -> RuleInputs:
+    """q, k, v, log decay and beta."""
+    K, H, E, V = heads
+    g = torch.Generator().manual_seed(0)
+    shapes = [(*size, K, E), (*size, K, E), (*size, H, V), (*size, H), (*size, H)]
+    q, k, v, decay, beta = (torch.randn(s, generator=g) for s in shapes)
+    decay = -torch.nn.functional.softplus(decay - 2)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    return trainable(q, k, v, decay, beta.sigmoid())
+
+
+def trainable(*tensors: torch.Tensor) -> RuleInputs:
+    """Leaves on the GPU."""
+    return RuleInputs(*(x.detach().cuda().requires_grad_() for x in tensors))
+
+
+def packed() -> Documents:
+    """Documents that begin within chunks, at a chunk, and one token long; the last sequence has one."""
+    positions = torch.arange(T).repeat(3, 1)
+    for sequence, starts in enumerate(([64, 65, 200], [130, 499])):
+        for start in starts:
+            positions[sequence, start:] = torch.arange(T - start)
+    return Documents.from_positions(positions, CUDA)
+
+
+def results(rule: Rule, tensors: RuleInputs, documents: Documents | None) -> list[torch.Tensor]:
+    """Outputs, states and gradients in fp32. The loss weights the outputs and the states."""
+    out, state = rule(tensors, None, documents, True)
+    g = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=g).cuda() for x in (out, state)]
+    loss = (out.float() * weights[0]).sum() + (state * weights[1]).sum()
+    gradients = torch.autograd.grad(loss, tensors)
+    return [x.detach().float() for x in (out, state, *gradients)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_the_kernels_equal_the_reference(heads: tuple[int, ...], documents: bool) -> None:
+    tensors = inputs(heads, torch.bfloat16)
+    exact = trainable(*(x.float() for x in tensors))
+    expected = results(torch_rule, exact, packed() if documents else None)
+    control = results(torch_rule, exact, None if documents else packed())
+    actual = results(fla_rule, tensors, packed() if documents else None)
+    names = ("out", "state", "q", "k", "v", "decay", "beta")
+    for name, ours, theirs, other in zip(names, actual, expected, control):
+        assert (ours - theirs).norm() <= 2e-2 * theirs.norm(), name
+        assert (other - theirs).norm() > 2e-2 * theirs.norm(), name
+
+
+@needs_kernels
+def test_the_state_goes_into_the_kernels() -> None:
+    """Two halves of a sequence are the whole, with the gradient that flows through the state."""
+    tensors = inputs((2, 4, 64, 64), torch.bfloat16)
+    whole, _ = fla_rule(tensors, None, None, False)
+    head, tail = (RuleInputs(*(x[:, part] for x in tensors)) for part in (slice(320), slice(320, None)))
+    first, state = fla_rule(head, None, None, True)
+    second, _ = fla_rule(tail, state, None, False)
+    halves = torch.cat((first, second), 1)
+    assert (halves - whole).float().norm() <= 1e-2 * whole.float().norm()
+    expected, actual, cut = (
+        torch.autograd.grad(x.float().square().sum(), tensors, retain_graph=True)
+        for x in (whole, halves, first)
+    )
+    for a, b, c in zip(actual, expected, cut):
+        assert (a - b).float().norm() <= 2e-2 * b.float().norm()
+        assert (c - b).float().norm() > 2e-2 * b.float().norm()  # control
+
+
+@needs_kernels
+def test_no_bit_of_another_document_reaches_a_token() -> None:
+    tensors = inputs((2, 4, 64, 64), torch.bfloat16)
+    documents, inside = packed(), slice(65, 200)
+    changed = trainable(*(x.flip(1) for x in tensors))
+    with torch.no_grad():
+        for x, original in zip(changed, tensors):
+            x[0, inside] = original[0, inside]
+    outs = [fla_rule(x, None, documents, False)[0][0, inside] for x in (tensors, changed)]
+    assert torch.equal(*outs)
+    whole = [fla_rule(x, None, None, False)[0][0, inside] for x in (tensors, changed)]
+    assert not torch.equal(*whole)  # control
+
+
+def layer() -> GatedDeltaNet:
+    net = GatedDeltaNet(256, 2, 4, 64, 64, norm_eps=1e-6).cuda()
+    g = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            mean, std = (0.0, 0.05 if p.ndim == 2 else 0.5) if p.ndim > 1 else (float(name != "A_log"), 0.2)
+            p.copy_(torch.randn(p.shape, generator=g) * std + mean)
+    return net
+
+
+@needs_kernels
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_layer_trains_as_in_fp32(documents: bool, compiled: bool) -> None:
+    x = torch.randn(3, T, 256, generator=torch.Generator().manual_seed(3)).cuda()
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        net, own = layer(), x.to(dtype).requires_grad_()
+        net.choose_kernel(CUDA, dtype)
+        assert net.rule is (torch_rule if dtype == torch.float32 else fla_rule)
+        if compiled and dtype == torch.bfloat16:
+            net.compile(fullgraph=True, dynamic=False)
+        out = net(own, packed() if documents else None)
+        out.float().square().sum().backward()
+        found.append([y.detach().float() for y in (out, own.grad, *(p.grad for p in net.parameters()))])
+    for name, exact, ours in zip(("out", "x", *dict(layer().named_parameters())), *found):
+        assert (ours - exact).norm() <= 5e-2 * exact.norm(), name
+
+
+@needs_kernels
+@torch.no_grad()
+def test_decoding_continues_from_the_kernels() -> None:
+    net = layer().bfloat16()
+    net.choose_kernel(CUDA, torch.bfloat16)
+    x = torch.randn(3, 150, 256, generator=torch.Generator().manual_seed(3)).cuda().bfloat16()
+    cache = GatedDeltaNetCache()
+    outs = [net(part, cache=cache) for part in x.split((140, *[1] * 10), dim=1)]
+    whole = net(x)
+    assert (torch.cat(outs, 1) - whole).float().norm() <= 2e-2 * whole.float().norm()
+    forgetful = torch.cat([net(part, cache=GatedDeltaNetCache()) for part in x.split(1, dim=1)], 1)
+    assert (forgetful - whole).float().norm() > 0.1 * whole.float().norm()  # control
+
+
+@needs_kernels
+def test_the_kernels_are_faster_than_the_reference() -> None:
+    """Seconds of forward and backward for one layer's worth of heads, printed for the record."""
+    tensors = inputs((16, 32, 128, 128), torch.bfloat16, (1, 4096))
+    seconds = {}
+    for rule in (torch_rule, fla_rule):
+        for _ in range(3):  # the first calls compile and choose block sizes
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            out, _ = rule(tensors, None, None, False)
+            torch.autograd.grad(out.float().sum(), tensors)
+            torch.cuda.synchronize()
+            seconds[rule] = time.perf_counter() - begin
+    print({rule.__name__: f"{1e3 * s:.2f} ms" for rule, s in seconds.items()})
+    assert seconds[fla_rule] < seconds[torch_rule]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_reference_is_the_same_on_cuda_and_cpu(dtype: torch.dtype) -> None:
+    q, k, v, decay, beta = (x.detach() for x in inputs((2, 4, 64, 64), dtype))
+    tensors = (l2_normalized(q), l2_normalized(k), v, decay, beta)
+    documents = packed()
+    out, state = gated_delta_rule(*tensors, None, documents.starts)
+    on_cpu = [x.cpu() for x in (*tensors, documents.starts)]
+    expected, expected_state = gated_delta_rule(*on_cpu[:5], starts=on_cpu[5])
+    assert (out.cpu() - expected).float().norm() <= 1e-2 * expected.float().norm()
+    assert (state.cpu() - expected_state).norm() <= 1e-4 * expected_state.norm()
+    whole, _ = gated_delta_rule(*tensors)
+    assert (whole - out).float().norm() > 0.1 * out.float().norm()  # control
+
+
+def test_deterministic_runs_take_the_reference() -> None:
+    """Its results have the same bits in two calls. A process of its own: cuBLAS reads its setting once."""
+    code = """if True:
+        import torch
+        from tests.gpu.test_gated_delta_net import CUDA, inputs, kernel_for, packed, results, torch_rule
+        from titanlite.runtime.process import determinism
+        with determinism(True):
+            assert kernel_for(CUDA, torch.bfloat16) is torch_rule
+            tensors = inputs((2, 4, 64, 64), torch.bfloat16)
+            first, second = (results(torch_rule, tensors, packed()) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second))
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.skipif(not reason().startswith(("needs the package", "has wrong")), reason="the kernels can run")
+def test_a_missing_package_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="the gated delta rule on CUDA "):
+        kernel_for(CUDA, torch.bfloat16)

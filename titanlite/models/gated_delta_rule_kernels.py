@@ -1,0 +1,277 @@
+"""The two implementations of the gated delta rule behind one interface, `Rule`: torch's, and the Triton
+kernels of flash-linear-attention (github.com/fla-org/flash-linear-attention, the package fla-core) for CUDA.
+
+The package's function chunk_gated_delta_rule, as read in the releases 0.4.2, 0.5.2 and 0.6.0: all three take
+[B, T, heads, dim]; 0.4.2 warns of the argument `head_first` and needs as many heads of keys as of values; the
+later ones refuse the argument and repeat the keys; only 0.6.0 takes `chunk_indices`, without which it has to
+compute them from `cu_seqlens` and waits for the GPU. So the extra `linear-attention` asks for 0.6.
+
+The kernels compute the products of bf16 or fp16 inputs with fp32 sums; the reference computes all in fp32.
+They choose their block sizes by timing them, so that two processes may differ in their last bits.
+
+Shape suffixes as in gated_delta_rule.py; M documents in a micro-batch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from titanlite.config.component import ConfigError
+from titanlite.models.gated_delta_rule import (
+    CHUNK_SIZE,
+    gated_delta_rule,
+    l2_normalized,
+    recurrent_gated_delta_rule,
+)
+from titanlite.torch_compat import mark_dynamic
+
+FLA_VERSIONS = ((0, 6), (0, 7))  # from the first, below the second
+WRONG_ON_HOPPER = ((3, 4), (3, 7, 1))  # Triton from the first, below the second: fla issue 640
+
+
+class Documents(NamedTuple):
+    """The documents of a micro-batch of packed sequences, for all layers. `starts` bool [B, T]: True at the
+    first token of each document. `cu_seqlens` int64 [M + 1]: the index among the B T tokens at which each
+    document or sequence begins, then B T. `chunk_indices` int64 [chunks, 2]: for each chunk of 64 tokens, its
+    document and its number in the document."""
+
+    starts: torch.Tensor
+    cu_seqlens: torch.Tensor
+    chunk_indices: torch.Tensor
+
+    @classmethod
+    def from_positions(cls, positions_BT: torch.Tensor, device: torch.device | None = None) -> Documents:
+        """The documents of tokens at these positions, int64, each within its document; tensors on `device`,
+        by default the positions'. The numbers of documents and chunks depend on the data: positions on a GPU
+        make the host wait for it, positions on the CPU do not."""
+        starts = positions_BT == 0
+        is_start = starts.clone()
+        is_start[:, 0] = True
+        cu_seqlens = F.pad(is_start.flatten().nonzero().flatten(), (0, 1), value=starts.numel())
+        num_chunks = (cu_seqlens.diff() + CHUNK_SIZE - 1) // CHUNK_SIZE
+        document = torch.arange(len(num_chunks), device=starts.device).repeat_interleave(num_chunks)
+        number = torch.arange(len(document), device=starts.device)
+        number = number - F.pad(num_chunks.cumsum(0), (1, 0))[document]
+        tensors = (starts, cu_seqlens, torch.stack((document, number), dim=1))
+        documents = cls(*(x.to(device or starts.device, non_blocking=True) for x in tensors))
+        for x in documents[1:]:
+            mark_dynamic(x, 0)  # one graph of a compiled block serves all numbers of documents
+        return documents
+
+
+class RuleInputs(NamedTuple):
+    """The inputs of the gated delta rule for each token. Queries and keys are not normalised yet."""
+
+    q_BTKE: torch.Tensor
+    k_BTKE: torch.Tensor
+    v_BTHV: torch.Tensor
+    log_decay_BTH: torch.Tensor
+    beta_BTH: torch.Tensor
+
+
+class Rule(Protocol):
+    """The L2 normalisation of queries and keys, and the gated delta rule. `initial_state` [B, H, E, V]: as in
+    gated_delta_rule. Returns the outputs [B, T, H, V] and, with `keep_state`, the state after the last token
+    of each sequence, otherwise None."""
+
+    def __call__(
+        self,
+        inputs: RuleInputs,
+        initial_state: torch.Tensor | None,
+        documents: Documents | None,
+        keep_state: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+
+
+def torch_rule(
+    inputs: RuleInputs, initial_state: torch.Tensor | None, documents: Documents | None, keep_state: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The rule on any device, for all dtypes: in chunks, and by the recurrence for a single token."""
+    q, k, v, log_decay, beta = inputs
+    starts = None if documents is None else documents.starts
+    rule = recurrent_gated_delta_rule if v.shape[1] == 1 else gated_delta_rule
+    out, state = rule(l2_normalized(q), l2_normalized(k), v, log_decay, beta, initial_state, starts)
+    return out, state if keep_state else None
+
+
+def fla_rule(
+    inputs: RuleInputs, initial_state: torch.Tensor | None, documents: Documents | None, keep_state: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The rule by the kernels of flash-linear-attention. A single token, and documents that continue a state,
+    go to torch_rule."""
+    B, T = inputs.v_BTHV.shape[:2]
+    if T == 1 or (documents is not None and initial_state is not None):
+        return torch_rule(inputs, initial_state, documents, keep_state)
+    q, k, v, log_decay, beta = inputs
+    tensors = [q, k, v, log_decay.float(), beta.to(v.dtype)]
+    if documents is None:
+        out, state = _fla(tensors, initial_state, None, None, keep_state)
+        return out, state if keep_state else None
+    flat = [x.flatten(0, 1)[None] for x in tensors]
+    out, states = _fla(flat, None, documents.cu_seqlens, documents.chunk_indices, keep_state)
+    out = out[0].unflatten(0, (B, T))
+    if not keep_state:
+        return out, None
+    ends = torch.arange(T, (B + 1) * T, T, device=out.device)
+    return out, states[torch.searchsorted(documents.cu_seqlens, ends) - 1]
+
+
+def kernel_for(device: torch.device, dtype: torch.dtype) -> Rule:
+    """The implementation for activations of this dtype on this device: fla_rule for bf16 and fp16 on CUDA,
+    otherwise torch_rule. Deterministic algorithms need torch_rule, too. Raises ConfigError if the package
+    that fla_rule needs is missing or wrong; called before the first forward, not in it."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return torch_rule
+    if torch.are_deterministic_algorithms_enabled():
+        return torch_rule
+    if reason := obstacle(torch.cuda.get_device_capability(device)[0]):
+        raise ConfigError(f"the gated delta rule on CUDA {reason}", "model.name")
+    return fla_rule
+
+
+def obstacle(capability: int) -> str:
+    """Why the kernels cannot run on a GPU of this major compute capability, as far as it shows without
+    running them; empty if nothing shows."""
+    installed = _version("fla-core")
+    if installed is None:
+        return "needs the package fla-core: pip install 'titanlite[linear-attention]'"
+    if not FLA_VERSIONS[0] <= installed < FLA_VERSIONS[1]:
+        return "needs fla-core 0.6: pip install 'titanlite[linear-attention]'"
+    triton = _version("triton")
+    if triton is None:
+        return "needs Triton, which torch's builds for CUDA bring"
+    low, high = WRONG_ON_HOPPER
+    if capability == 9 and low <= triton < high and _version("tilelang") is None:
+        number = version("triton")
+        return f"has wrong gradients on Hopper GPUs with Triton {number}: install Triton 3.7.1 or tilelang"
+    return ""
+
+
+def _version(package: str) -> tuple[int, ...] | None:
+    """The numbers of the version of an installed package; None if it is not installed."""
+    try:
+        text = version(package)
+    except PackageNotFoundError:
+        return None
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
+
+
+# Operators, because torch.compile cannot trace the package's function. `inputs`: q, k, v, log decay and beta.
+
+
+@torch.library.custom_op("titanlite::fla_gated_delta_rule", mutates_args=())
+def _fla(
+    inputs: list[torch.Tensor],
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    chunk_indices: torch.Tensor | None,
+    keep_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs [B, T, H, V] and the states [M or B, H, E, V], or an empty tensor without `keep_state`."""
+    with torch.no_grad():
+        out, state = _call_fla(inputs, initial_state, cu_seqlens, chunk_indices, keep_state)
+    state = out.new_empty(0, dtype=torch.float32) if state is None else state
+    return out.contiguous(), state.contiguous()
+
+
+@_fla.register_fake
+def _(
+    inputs: list[torch.Tensor],
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    chunk_indices: torch.Tensor | None,
+    keep_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, _, v, *_ = inputs
+    out = v.new_empty(v.shape)
+    if not keep_state:
+        return out, out.new_empty(0, dtype=torch.float32)
+    num_states = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return out, out.new_empty((num_states, v.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32)
+
+
+@torch.library.custom_op("titanlite::fla_gated_delta_rule_backward", mutates_args=())
+def _fla_backward(
+    inputs: list[torch.Tensor],
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    chunk_indices: torch.Tensor | None,
+    g_out_BTHV: torch.Tensor,
+    g_state: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """The gradients of the five inputs, and of the initial state if there is one. Runs the forward again: the
+    package's functions that would avoid it are private. Within an operator, autograd records the package's
+    autograd.Function, but none of torch's operators."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in _with_state(inputs, initial_state)]
+        first = None if initial_state is None else leaves[5]
+        out, last = _call_fla(leaves[:5], first, cu_seqlens, chunk_indices, g_state is not None)
+        if g_state is None or last is None:
+            gradients = torch.autograd.grad(out, leaves, g_out_BTHV)
+        else:
+            gradients = torch.autograd.grad((out, last), leaves, (g_out_BTHV, g_state))
+    return [x.contiguous() for x in gradients]
+
+
+@_fla_backward.register_fake
+def _(
+    inputs: list[torch.Tensor],
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    chunk_indices: torch.Tensor | None,
+    g_out_BTHV: torch.Tensor,
+    g_state: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    return [x.new_empty(x.shape) for x in _with_state(inputs, initial_state)]
+
+
+def _with_state(inputs: list[torch.Tensor], initial_state: torch.Tensor | None) -> list[torch.Tensor]:
+    return inputs if initial_state is None else [*inputs, initial_state]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    tensors, *others, ctx.keep_state = inputs
+    ctx.save_for_backward(*tensors, *others)
+
+
+def _backward(ctx: Any, g_out_BTHV: torch.Tensor, g_state: torch.Tensor) -> tuple[Any, ...]:
+    *inputs, initial_state, cu_seqlens, chunk_indices = ctx.saved_tensors
+    g_last = g_state.contiguous() if ctx.keep_state else None
+    gradients = _fla_backward(
+        inputs, initial_state, cu_seqlens, chunk_indices, g_out_BTHV.contiguous(), g_last
+    )
+    return gradients[:5], None if initial_state is None else gradients[5], None, None, None
+
+
+_fla.register_autograd(_backward, setup_context=_save)
+
+
+def _call_fla(
+    inputs: list[torch.Tensor],
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    chunk_indices: torch.Tensor | None,
+    keep_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    q, k, v, log_decay, beta = inputs
+    function: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = chunk_gated_delta_rule
+    return function(
+        q,
+        k,
+        v,
+        g=log_decay,
+        beta=beta,
+        initial_state=initial_state,
+        output_final_state=keep_state,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=cu_seqlens,
+        chunk_indices=chunk_indices,
+    )
