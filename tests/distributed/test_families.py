@@ -200,6 +200,11 @@ FAMILIES = {
         *("--model.overrides.sliding_window=5", "--model.overrides.layer_pattern=LS"),
         *("--model.overrides.window_rope_theta=100.0",),
     ],
+    "gpt_oss": [
+        *("--model.name=gpt_oss", "--model.overrides.hidden_dim=0", "--model.overrides.sliding_window=9"),
+        *("--model.overrides.n_experts=8", "--model.overrides.n_experts_per_token=2"),
+        *("--model.overrides.moe_hidden_dim=24", "--model.overrides.rope_original_max_position=16"),
+    ],
     "parallel_residual": [
         '--job.imports=["tests.support.parallel_residual"]',
         '--model={name = "parallel_residual", flavor = "tiny"}',
@@ -234,7 +239,11 @@ def test_a_run_resumes_to_the_bit(tmp_path: Path, corpus: Path, family: str) -> 
         full("parallel_residual", "pp"),
         full("parallel_residual", "fsdp"),
         full("parallel_residual", "cp"),
-        *(full(f, layout) for f in ("qwen3", "qwen2", "mistral", "mixed") for layout in list(LAYOUTS)[:4]),
+        *(
+            full(family, layout)
+            for family in ("qwen3", "qwen2", "mistral", "mixed", "gpt_oss")
+            for layout in ("fsdp", "tp", "cp", "pp")
+        ),
         full("mixed", "cp compiled"),
     ],
 )

@@ -91,7 +91,9 @@ def build(
     for name, p in model.net.named_parameters():
         if name.endswith("norm.weight"):  # norms start as ones, which would hide mistakes
             fill_normal(p, name, 1.0, 0.3, seed=0)
-        if name.endswith((".bias", ".lora_B.weight")):  # biases and adapters start as zeros
+        if name.endswith(".sinks"):  # small at the start
+            fill_normal(p, name, 0.0, 1.0, seed=0)
+        if name.endswith((".bias", "_bias", ".lora_B.weight")):  # biases and adapters start as zeros
             fill_normal(p, name, 0.0, 0.3, seed=0)
     return model
 

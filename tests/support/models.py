@@ -11,6 +11,7 @@ from torch import nn
 
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.deepseek_v3 import DeepSeekV3
+from titanlite.models.gpt_oss import GptOss
 from titanlite.models.llama3 import Llama3
 from titanlite.models.mistral import Mistral
 from titanlite.models.olmoe import Olmoe
@@ -35,6 +36,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2, yarn": {"name": "qwen2", "tie_word_embeddings": False, **YARN},
     "qwen3_moe": {"name": "qwen3_moe", "tie_word_embeddings": False, **EXPERTS},
     "olmoe": {"name": "olmoe", "tie_word_embeddings": False, "hidden_dim": 0, **EXPERTS},
+    "gpt_oss": {
+        "name": "gpt_oss",
+        "hidden_dim": 0,
+        "sliding_window": 20,
+        "rope_original_max_position": 64,
+        "swiglu_limit": 0.4,
+        **EXPERTS,
+    },
     "deepseek_v3": {
         "name": "deepseek_v3",
         "tie_word_embeddings": False,
@@ -66,7 +75,7 @@ class Parameters(Decoder):
 
 def family(name: str = "llama3", **overrides: Any) -> ModelFamily:
     """The family of a tiny model with a vocabulary of 258 ids, for raw bytes."""
-    choices = (DeepSeekV3, Llama3, Mistral, Olmoe, Qwen2, Qwen3, Qwen3MoE)
+    choices = (DeepSeekV3, GptOss, Llama3, Mistral, Olmoe, Qwen2, Qwen3, Qwen3MoE)
     component = {choice.name: choice for choice in choices}[name]
     return component(flavor="debug", overrides={**SHAPE, **overrides})
 

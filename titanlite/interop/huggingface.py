@@ -3,8 +3,8 @@ config.json.
 
 Names and tensor layouts are equal to titanlite's, so nothing is converted. The exception is experts: the
 files have a tensor for each matrix of each expert, which is a region of titanlite's parameter for all experts
-of a layer. Files are memory-mapped. Their headers give the size of the content, so opening a truncated file
-is an error."""
+of a layer; experts in MXFP4 are dequantised (mxfp4.py). Files are memory-mapped. Their headers give the size
+of the content, so opening a truncated file is an error."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import read_object
 from titanlite.files import FileFault, check_regular
+from titanlite.interop.mxfp4 import dequantized
 from titanlite.interop.weights import (
     UNSCALED,
     Chunk,
@@ -72,6 +73,7 @@ def open_hugging_face(path: Path, family: ModelFamily | None = None) -> Weights:
     if file_of:
         name, file = next(iter(file_of.items()))
         raise ConfigError(f"{name} is not in {path / file}, where {INDEX} places it")
+    tensors = tensors if family is None else dequantized(tensors)
     weights = Weights(path, KIND, tensors, _architecture(path, family))
     # The shapes of another architecture's parameters would not fit: check() says how it differs.
     if family is None or contradictions(family.config.architecture_fields(), weights.architecture):

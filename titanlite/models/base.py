@@ -75,9 +75,10 @@ class Decoder(nn.Module):
     tp_plan: dict[str, str]
     """The tensor-parallel style of each layer, by patterns of module names. Styles: `embedding`, `sequence`
     (norms between the layers: each rank has some of the tokens), `gather` (a module whose input is gathered,
-    because its layers need all tokens), `colwise`, `rowwise`, `heads` (norms within attention: each rank has
-    some of the heads), `all_heads` (norms over the features of all heads together), `tokens` (linear layers
-    that every rank applies to its own tokens), `own_tokens` (`tokens` with a plain tensor as its output),
+    because its layers need all tokens), `gather_sinks` (`gather` for attention with sinks), `colwise`,
+    `rowwise`, `heads` (norms within attention: each rank has some of the heads), `all_heads` (norms over the
+    features of all heads together), `tokens` (linear layers that every rank applies to its own tokens),
+    `own_tokens` (`tokens` with a plain tensor as its output),
     `gather_colwise` (`colwise` after gathering its input), `gather_output` (gathers what the module returns),
     `local` (a mixture of experts: each rank routes its own tokens), `router`, `head`."""
     mlp_down: str = ""

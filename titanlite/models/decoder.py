@@ -32,7 +32,7 @@ ROPE_FIELDS = {  # the fields that each type of rotary scaling reads
     },
     "yarn": {
         "rope_factor", "rope_original_max_position", "rope_beta_fast", "rope_beta_slow",
-        "rope_attention_factor",
+        "rope_attention_factor", "rope_truncate",
     },
 }  # fmt: skip
 
@@ -76,6 +76,7 @@ class RotaryConfig(DecoderConfig):
     rope_beta_fast: float = 32.0
     rope_beta_slow: float = 1.0
     rope_attention_factor: float = 0.0
+    rope_truncate: bool = True
     max_position: int
     sliding_window: int = 0
     layer_pattern: str = ""
@@ -173,6 +174,7 @@ class RotaryConfig(DecoderConfig):
             self.rope_beta_fast,
             self.rope_beta_slow,
             self.rope_attention_factor,
+            self.rope_truncate,
         )
 
 
@@ -212,6 +214,8 @@ class SelfAttention(AttentionLayer):
 
     qkv_bias: ClassVar[bool] = False
     """Whether the projections to queries, keys and values have biases."""
+    o_bias: ClassVar[bool] = False
+    """Whether the projection of the output has a bias."""
 
     def __init__(self, config: RotaryConfig):
         super().__init__(config)
@@ -219,7 +223,7 @@ class SelfAttention(AttentionLayer):
         self.q_proj = Linear(config.dim, config.n_heads * config.head_dim, self.qkv_bias)
         self.k_proj = Linear(config.dim, config.n_kv_heads * config.head_dim, self.qkv_bias)
         self.v_proj = Linear(config.dim, config.n_kv_heads * config.head_dim, self.qkv_bias)
-        self.o_proj = Linear(config.n_heads * config.head_dim, config.dim)
+        self.o_proj = Linear(config.n_heads * config.head_dim, config.dim, self.o_bias)
 
     def forward(
         self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
@@ -232,8 +236,13 @@ class SelfAttention(AttentionLayer):
         k_BTKE = apply_rope(k_BTKE, cos, sin)
         if self.scale != 1.0:  # of the queries' tables: in fp32, and equal for every attention backend
             cos, sin = cos * self.scale, sin * self.scale
-        out_BTHE = attention.attend(apply_rope(q_BTHE, cos, sin), k_BTKE, v)
+        sinks = self.sinks_of_heads(v.dtype)
+        out_BTHE = attention.attend(apply_rope(q_BTHE, cos, sin), k_BTKE, v, *sinks)
         return self.o_proj(out_BTHE.flatten(-2))
+
+    def sinks_of_heads(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """The attention sinks of this rank's heads, [H], in a family that has them; otherwise none."""
+        return ()
 
     def normed(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys as they enter the rotary embedding. Families that normalise them override this
@@ -325,6 +334,7 @@ class RotaryDecoder(Decoder):
         self.model = Model(config, attention, mlp)
         self.folded_scales = {
             "o_proj.weight": config.residual_scale,
+            "o_proj.bias": config.residual_scale,
             "down_proj.weight": config.residual_scale,
             f"self_attn.{attention.scales_queries}.weight": config.attention_scale,
             f"self_attn.{attention.scales_queries}.bias": config.attention_scale,

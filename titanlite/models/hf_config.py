@@ -49,12 +49,14 @@ ROPE_KEYS = {  # parameters of the rope types; Hugging Face's name: field of Rot
     "beta_fast": "rope_beta_fast",
     "beta_slow": "rope_beta_slow",
     "attention_factor": "rope_attention_factor",
+    "truncate": "rope_truncate",
 }
 ROPE_TYPES = {
     rope_type: {key: name for key, name in ROPE_KEYS.items() if name in fields}
     for rope_type, fields in {"default": set[str](), **ROPE_FIELDS}.items()
 }
-YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
+YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+LEFT_OUT = {"attention_factor": 0.0, "truncate": True}  # defaults, which are not written
 WITHOUT_DIRECTORY = "; a run that has started does not need it: resume with titanlite train RUN/job.toml"
 LAYER_TYPES = {"L": "full_attention", "S": "sliding_attention"}
 DEFAULT_WINDOW, DEFAULT_WINDOW_LAYERS = 4096, 28  # transformers' values for missing keys
@@ -72,8 +74,8 @@ def to_hf(config: RotaryConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {}
     if config.rope_factor != 1.0:
         fields = {key: getattr(config, name) for key, name in ROPE_TYPES[config.rope_type].items()}
-        # attention_factor = 0 is the default, for which Hugging Face leaves out the key.
-        rope = {"rope_type": config.rope_type} | {key: value for key, value in fields.items() if value}
+        written = {key: value for key, value in fields.items() if value != LEFT_OUT.get(key)}
+        rope = {"rope_type": config.rope_type} | written
     return {
         "hidden_act": FIXED["hidden_act"],
         **{hf_key: getattr(config, name) for hf_key, name in FIELDS.items()},
@@ -141,8 +143,6 @@ def _rope_from_hf(config: dict[str, Any]) -> dict[str, Any]:
         if rope.get("attention_factor") == 0:  # which RotaryConfig reads as the default
             raise ConfigError("config.json: attention_factor = 0 is not above 0")
         rope = YARN_DEFAULTS | {"attention_factor": _yarn_attention_factor(rope)} | rope
-        if not rope.get("truncate", True):
-            raise ConfigError("config.json: truncate = false; only true is supported for YaRN")
     if missing := [key for key in ROPE_TYPES[rope_type] if key not in rope]:
         raise ConfigError(f"config.json: rope_type {json.dumps(rope_type)} has no {missing[0]}")
     fields = {name: rope[key] for key, name in ROPE_TYPES[rope_type].items()}

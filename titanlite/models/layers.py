@@ -68,7 +68,8 @@ class RopeScaling:
     interpolate those in between. The number of turns that a wavelength makes over original_max_position
     tokens decides: for `llama3` it is long below low_freq_factor turns and short above high_freq_factor
     turns, for `yarn` long below beta_slow turns and short above beta_fast turns. `yarn` also multiplies
-    queries and keys by attention_factor; 0: by 0.1 ln(factor) + 1.
+    queries and keys by attention_factor; 0: by 0.1 ln(factor) + 1. `truncate`: whether `yarn` rounds the
+    indices of the frequencies with these turns outwards.
     """
 
     factor: float = 1.0
@@ -79,6 +80,7 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 0.0
+    truncate: bool = True
 
     def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
         """The scaled frequencies, from the frequencies fp32 [E / 2] of a model with the base `theta`."""
@@ -104,8 +106,10 @@ class RopeScaling:
             """The index of the frequency that makes so many turns over the original length."""
             return E * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-        first = max(math.floor(index(self.beta_fast)), 0)
-        last = min(math.ceil(index(self.beta_slow)), E - 1)
+        first, last = index(self.beta_fast), index(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, E - 1)
         indices = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
         width = last - first if last != first else 0.001
         return 1 - ((indices - first) / width).clamp(0.0, 1.0)

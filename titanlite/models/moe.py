@@ -45,6 +45,11 @@ class MoEConfig(RotaryConfig):
     norm_topk_prob: bool
     router_init_std: float = INIT_STD
 
+    @property
+    def expert_rows(self) -> dict[str, int]:
+        """The sizes of the second dims of the experts' parameters, by the fields that give them."""
+        return {"dim": self.dim, "2 moe_hidden_dim": 2 * self.moe_hidden_dim}
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.n_experts_per_token > self.n_experts:
@@ -68,32 +73,40 @@ class Routing(NamedTuple):
     counts_E: torch.Tensor
 
 
-def router_logits(h_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
+def router_logits(
+    h_ND: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None
+) -> torch.Tensor:
     """The router's logits [N, E] in fp32. A product in bf16 would give one token in sixteen equal scores at
-    the last place. The weight is rounded to the dtype of `h_ND` first, because FSDP gathers it in that dtype.
-    In bf16 without FSDP, Inductor leaves this rounding out: compiled, results then differ from FSDP's."""
-    return F.linear(h_ND.float(), weight_ED.to(h_ND.dtype).float())
+    the last place. Weight and bias are rounded to the dtype of `h_ND` first, because FSDP gathers them in
+    that dtype. In bf16 without FSDP, Inductor leaves this rounding out: compiled, results then differ from
+    FSDP's."""
+    bias_E = None if bias_E is None else bias_E.to(h_ND.dtype).float()
+    return F.linear(h_ND.float(), weight_ED.to(h_ND.dtype).float(), bias_E)
 
 
 class Router(nn.Module):
     """Chooses the K experts of each token by the softmax of its logits. A family with another rule overrides
-    `scores`, `choose` or `weigh`."""
+    `logits`, `scores`, `choose` or `weigh`."""
 
     def __init__(self, config: MoEConfig):
         super().__init__()
         self.num_chosen, self.norm_topk_prob = config.n_experts_per_token, config.norm_topk_prob
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))
-        self.product: Callable[[torch.Tensor, Any], torch.Tensor] = router_logits
+        self.product: Callable[..., torch.Tensor] = router_logits
         self.load = RouterLoad(config.n_experts)
 
     def forward(self, h_ND: torch.Tensor, num_sequences: int = 1) -> Routing:
-        logits_NE = self.product(h_ND, self.weight)
+        logits_NE = self.logits(h_ND)
         scores_NE = self.scores(logits_NE)
         experts_NK = self.load.chosen(self.choose(scores_NE.detach()))
         counts_E = torch.zeros_like(scores_NE, dtype=torch.bool).scatter(1, experts_NK, True).sum(0)
         results = RouterResults(logits_NE, self.probabilities(scores_NE), experts_NK, counts_E)
         weights_NK = self.load(self.weigh(scores_NE.gather(1, experts_NK)), results, num_sequences)
         return Routing(weights_NK, experts_NK, counts_E)
+
+    def logits(self, h_ND: torch.Tensor) -> torch.Tensor:
+        """The logits of all experts, fp32 [N, E]."""
+        return self.product(h_ND, self.weight)
 
     def scores(self, logits_NE: torch.Tensor) -> torch.Tensor:
         """The scores of all experts, fp32 [N, E]."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titanlite.config.component import ConfigError
 from titanlite.mesh import Mesh, local_shard
@@ -25,7 +25,7 @@ from titanlite.models.moe import Experts, Routing, moe_layers_of, places, sum_by
 from titanlite.parallelism import EXPERT_KEY, Degrees, Parallelism
 
 KEY = f"parallelism.{EXPERT_KEY}"
-EXPERTS = 0  # the dim of both weights [E, ...] of experts that expert parallel shards
+EXPERTS = 0  # the dim of the parameters [E, ...] of experts that expert parallel shards
 
 
 def check_expert_parallel(parallelism: Parallelism, degrees: Degrees, model: ModelFamily) -> None:
@@ -48,8 +48,7 @@ def check_expert_parallel(parallelism: Parallelism, degrees: Degrees, model: Mod
             f"{_divisors(num_ranks, num_experts)}",
             KEY,
         )
-    rest, config = num_ranks // degree, model.config
-    rows = {"dim": config.dim, "2 moe_hidden_dim": 2 * config.moe_hidden_dim}
+    rest, rows = num_ranks // degree, model.config.expert_rows
 
     def fits(degree: int) -> bool:
         """Whether FSDP can shard the experts of a rank, or else their rows."""
@@ -89,7 +88,7 @@ def apply_expert_parallel(net: Decoder, mesh: Mesh, parallelism: Parallelism) ->
 
 
 def fsdp_dim(experts: Experts, mesh: Mesh) -> Callable[[nn.Parameter], Shard]:
-    """The dim that FSDP shards of both weights of `experts`: whole experts if the ranks have equally many,
+    """The dim that FSDP shards of all parameters of `experts`: whole experts if the ranks have equally many,
     otherwise their rows."""
     num_local = len(experts.gate_up_proj) // mesh.expert_degree
     dim = EXPERTS if num_local % mesh.expert_fsdp.shape[-1] == 0 else 1
@@ -97,7 +96,7 @@ def fsdp_dim(experts: Experts, mesh: Mesh) -> Callable[[nn.Parameter], Shard]:
 
 
 def _partition(experts: Experts, mesh: Mesh) -> None:
-    """Replace the weights by DTensors of which this rank has its experts, and compute with its shards."""
+    """Replace the parameters by DTensors of which this rank has its experts, and compute with its shards."""
     for name, weight in list(experts.named_parameters(recurse=False)):
         sharded = nn.Parameter(
             distribute_tensor(weight, mesh.expert, [Shard(EXPERTS)]), requires_grad=weight.requires_grad
@@ -106,8 +105,7 @@ def _partition(experts: Experts, mesh: Mesh) -> None:
     product = experts.product
 
     def local_product(*inputs: torch.Tensor) -> torch.Tensor:
-        *inputs_of_rows, gate_up_proj, down_proj = inputs
-        return product(*inputs_of_rows, local_shard(gate_up_proj), local_shard(down_proj))
+        return product(*(local_shard(x) if isinstance(x, DTensor) else x for x in inputs))
 
     experts.product = local_product
 

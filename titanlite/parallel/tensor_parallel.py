@@ -54,6 +54,7 @@ def apply_tensor_parallel(net: Decoder, mesh: DeviceMesh, float8: Float8) -> Non
         "embedding": lambda _: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(TOKENS)),
         "sequence": lambda _: SequenceParallel(sequence_dim=TOKENS),
         "gather": lambda module: _GatherTokens(shared_cast(module, float8)),
+        "gather_sinks": lambda module: _GatherTokensWithSinks(shared_cast(module, float8)),
         "colwise": lambda _: _WithAdapter(ColwiseParallel(), COLWISE_ADAPTER),
         "rowwise": lambda module: _WithAdapter(
             rowwise_style(module, float8)(output_layouts=Shard(TOKENS)), ROWWISE_ADAPTER
@@ -165,6 +166,16 @@ class _GatherTokens(ParallelStyle):
         return module
 
 
+class _GatherTokensWithSinks(_GatherTokens):
+    """_GatherTokens for attention with sinks, of which each rank has those of its heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        layer: Any = module  # such as gpt_oss.SelfAttention
+        layer.sinks = nn.Parameter(distribute_tensor(layer.sinks, device_mesh, [Shard(0)]))
+        layer.own_sinks = lambda sinks: sinks.to_local(grad_placements=[Shard(0)])
+        return super()._apply(module, device_mesh)
+
+
 class _GatherOutput(ParallelStyle):
     """Gathers the module's output as a plain tensor with all tokens. Each rank uses it for its own heads, so
     that its gradient is a sum over ranks."""
@@ -209,23 +220,25 @@ class _LocalTokens(ParallelStyle):
 
 
 class _ReplicateRouter(ParallelStyle):
-    """Replicates a router's weight. Each rank routes its own tokens, so that the weight's gradient is a sum
+    """Replicates a router's parameters. Each rank routes its own tokens, so that their gradients are sums
     over ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Router)
         product = module.product
-        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Replicate()]))
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            replicated = nn.Parameter(distribute_tensor(parameter, device_mesh, [Replicate()]))
+            module.register_parameter(name, replicated)
 
-        def local_product(h_ND: torch.Tensor, weight_ED: DTensor) -> torch.Tensor:
-            return product(h_ND, _local_with_summed_gradient(weight_ED))
+        def local_product(h_ND: torch.Tensor, *parameters: DTensor) -> torch.Tensor:
+            return product(h_ND, *map(_local_with_summed_gradient, parameters))
 
         module.product = local_product
         return module
 
 
 def _local_with_summed_gradient(weight: DTensor) -> torch.Tensor:
-    """A replicated weight as a plain tensor, whose gradient is summed over ranks."""
+    """A replicated parameter as a plain tensor, whose gradient is summed over ranks."""
     return weight.to_local(grad_placements=[Partial()])
 
 

@@ -42,6 +42,7 @@ CASES = {
     "mistral window": (Mistral, {"head_dim": 16, **WINDOW}),
     "mistral window linear": (Mistral, {"head_dim": 8, **WINDOW, **LINEAR}),
     "llama3 yarn": (Llama3, {"head_dim": 16, **YARN, "rope_attention_factor": 0.9, "rope_beta_fast": 8.0}),
+    "qwen2 yarn not rounded": (Qwen2, {"head_dim": 32, **YARN, "rope_truncate": False}),
     "qwen3 linear": (Qwen3, {"head_dim": 16, **LINEAR}),
     "qwen3 window": (Qwen3, {"head_dim": 16, **WINDOW}),
     "qwen2 window": (Qwen2, {"head_dim": 16, **WINDOW}),
@@ -143,6 +144,7 @@ def test_control_each_part_of_a_family_counts() -> None:
         ("qwen2 yarn tied", {"rope_type": "llama3", "rope_factor": 1.0}),
         ("qwen2 yarn tied", {"rope_type": "linear"}),
         ("qwen2 yarn tied", {"rope_attention_factor": 1.0}),
+        ("qwen2 yarn tied", {"rope_truncate": False}),
         ("qwen2", "q_proj.bias"),
         ("qwen2", "k_proj.bias"),
         ("qwen2", "v_proj.bias"),
@@ -419,7 +421,7 @@ def test_the_windows_of_a_qwen_model(
             {"model_type": "gpt2"},
             'model_type "gpt2" is not supported (known: ',
         ),
-        (LLAMA, {"model_type": "gpt_oss"}, 'model_type "gpt_oss" is not supported'),
+        (LLAMA, {"model_type": "gpt_neox"}, 'model_type "gpt_neox" is not supported'),
         (
             LLAMA,
             {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
@@ -447,8 +449,8 @@ def test_the_windows_of_a_qwen_model(
         ),
         (
             QWEN2,
-            {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False}},
-            "truncate = false; only true is supported",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": 0}},
+            "truncate: expected bool, got 0",
         ),
         (
             MISTRAL,
