@@ -283,6 +283,9 @@ class ModelFamily(Component, kind="model", makes=(Decoder,)):
     hf_model_type: ClassVar[str] = ""
     """The `model_type` in the config.json of the same model in Hugging Face's implementation; empty if there
     is none."""
+    hf_multimodal_type: ClassVar[str] = ""
+    """The `model_type` in the config.json of Hugging Face's multimodal models whose text model, described by
+    `text_config`, is a model of this family; empty if there are none."""
 
     def __post_init__(self) -> None:
         if self.flavor not in self.flavors:

@@ -95,6 +95,7 @@ class Gemma3(ModelFamily, name="gemma3"):
 
     flavors = FLAVORS
     hf_model_type = "gemma3_text"
+    hf_multimodal_type = "gemma3"
 
     def build(self) -> Decoder:
         return Gemma3Decoder(self.config)

@@ -280,9 +280,9 @@ def check_no_window(config: RotaryConfig) -> None:
 
 
 def read_family(folder: Path, wanted: ModelFamily | None = None) -> ModelFamily:
-    """The family, with flavor and overrides, that the config.json in a Hugging Face directory describes.
-    Raises ConfigError, which names the file, if titanlite has no such family, or if `wanted` is another
-    family."""
+    """The family, with flavor and overrides, that the config.json in a Hugging Face directory describes; of a
+    multimodal model, the family of its text model. Raises ConfigError, which names the file, if titanlite has
+    no such family, or if `wanted` is another family."""
     file = folder / "config.json"
     config = read_object(file)
     families = {
@@ -291,7 +291,12 @@ def read_family(folder: Path, wanted: ModelFamily | None = None) -> ModelFamily:
         if issubclass(f, ModelFamily) and f.hf_model_type
     }
     families |= {wanted.hf_model_type: type(wanted)} if wanted is not None else {}
+    multimodal = {f.hf_multimodal_type: f for f in families.values() if f.hf_multimodal_type}
     model_type = config.get("model_type")
+    if model_type in multimodal:
+        if not isinstance(config.get("text_config"), dict):
+            raise ConfigError(f"{file}: text_config is missing or not an object")
+        config, model_type = config["text_config"], multimodal[model_type].hf_model_type
     if model_type not in families:
         raise ConfigError(
             f"{file}: model_type {json.dumps(model_type)} is not supported "

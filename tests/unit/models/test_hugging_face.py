@@ -376,6 +376,8 @@ def test_published_configs(tmp_path: Path) -> None:
     assert read_family(write(tmp_path, MISTRAL_3)) == Mistral(flavor="7B-v0.3")
     assert read_family(write(tmp_path, GEMMA_1B)) == Gemma3(flavor="1B")
     assert read_family(write(tmp_path, GEMMA_27B)) == Gemma3(flavor="27B")
+    multimodal = {"model_type": "gemma3", "text_config": GEMMA_27B, "vision_config": {}}
+    assert read_family(write(tmp_path, multimodal)) == Gemma3(flavor="27B")
     before_5 = {key: value for key, value in GEMMA_27B.items() if key != "rope_parameters"}
     assert read_family(write(tmp_path, before_5 | {"rope_scaling": LINEAR_8})) == Gemma3(flavor="27B")
     without = {k: v for k, v in LLAMA.items() if k not in ("head_dim", "rope_scaling", "num_key_value_heads")}
@@ -559,6 +561,7 @@ def test_the_windows_of_a_qwen_model(
             {"model_type": "gpt2"},
             'model_type "gpt2" is not supported (known: ',
         ),
+        ({"model_type": "gemma3"}, {}, "text_config is missing or not an object"),
         (LLAMA, {"model_type": "gpt_oss"}, 'model_type "gpt_oss" is not supported'),
         (
             LLAMA,
