@@ -29,6 +29,11 @@ QWEN2: dict[str, Any] = {"family": "qwen2", "shape": {"head_dim": 16}}
 # Of the 16 tokens of a sequence, a token sees 5; the rotary frequencies are scaled from position 4 on.
 YARN = {"rope_type": "yarn", "rope_factor": 4.0, "rope_original_max_position": 4}
 MISTRAL: dict[str, Any] = {"family": "mistral", "shape": {"sliding_window": 5, **YARN}}
+GEMMA3: dict[str, Any] = {
+    "family": "gemma3",
+    "shape": {"head_dim": 16, "sliding_window": 5, "layer_pattern": "SL", "query_pre_attn_scalar": 24},
+}
+OWN = {"qwen2": ["v_proj.bias"], "gemma3": ["q_norm.weight", "k_norm.weight"]}
 
 
 def assert_same(
@@ -76,15 +81,20 @@ def test_gradient_is_the_same_in_a_pipeline(run_on, layout: dict[str, Any]) -> N
     [
         (MISTRAL, 2, {"cp": 2}),
         (QWEN2, 2, {"tp": 2}),
+        (GEMMA3, 2, {"tp": 2}),
         *(
             full(family, world_size, layout)
-            for family in (QWEN2, MISTRAL)
+            for family in (QWEN2, MISTRAL, GEMMA3)
             for world_size, layout in [
                 (2, {"tp": 2}), (2, {"cp": 2}), (4, {"tp": 2, "cp": 2}), (4, {"dp_replicate": 2}),
                 (2, {"tp": 2, "tied": False, "compile": "aot_eager"}), (2, {"cp": 2, "compile": "aot_eager"}),
                 (4, {"activation_checkpoint": "full"}), (2, {"activation_checkpoint": "selective"}),
             ]
-            if layout != ({"tp": 2} if family is QWEN2 else {"cp": 2})
+            if layout != ({"cp": 2} if family is MISTRAL else {"tp": 2})
+        ),
+        *(
+            full(GEMMA3, 2, {"tp": 2, "activation_checkpoint": "selective", "ac_option": option})
+            for option in ("norms", "norms+attention", "mlp")
         ),
         # A window that hides no token: the kernel without windows runs.
         full({"family": "mistral", "shape": {"sliding_window": 16}}, 2, {"cp": 2}),
@@ -96,11 +106,11 @@ def test_gradient_with_biases_or_a_window_is_the_same_on_every_layout(
 ) -> None:
     whole = gradients(1, 0, 1, tied=layout.get("tied", True), **family)
     actual = run_on(world_size, on_rank, world_size, 2, {**family, **layout})[0]
-    assert_same(actual, whole, ["v_proj.bias"] if family is QWEN2 else [], atol=1e-6)
+    assert_same(actual, whole, OWN.get(family["family"], []), atol=1e-6)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", [QWEN2, MISTRAL], ids=lambda family: family["family"])
+@pytest.mark.parametrize("family", [QWEN2, MISTRAL, GEMMA3], ids=lambda family: family["family"])
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"cp": 2}, {"compile": "aot_eager"}], ids=str)
 def test_gradient_with_biases_or_a_window_is_the_same_in_a_pipeline(
     run_on, family: dict[str, Any], layout: dict[str, Any]
@@ -109,7 +119,7 @@ def test_gradient_with_biases_or_a_window_is_the_same_in_a_pipeline(
     whole, actual = gradients(1, 0, 1, tied=False, **family), {}
     for part in parts:
         actual |= part
-    assert_same(actual, whole, ["v_proj.bias"] if family is QWEN2 else [], atol=1e-6)
+    assert_same(actual, whole, OWN.get(family["family"], []), atol=1e-6)
 
 
 @pytest.mark.parametrize("changed", [{"sliding_window": 6}, {"rope_type": "linear"}], ids=str)
@@ -205,6 +215,10 @@ FAMILIES = {
         *("--model.overrides.n_experts=8", "--model.overrides.n_experts_per_token=2"),
         *("--model.overrides.moe_hidden_dim=24", "--model.overrides.rope_original_max_position=16"),
     ],
+    "gemma3": [
+        *("--model.name=gemma3", "--model.overrides.tie_word_embeddings=false"),
+        *("--model.overrides.sliding_window=9", "--model.overrides.layer_pattern=SL"),
+    ],
     "parallel_residual": [
         '--job.imports=["tests.support.parallel_residual"]',
         '--model={name = "parallel_residual", flavor = "tiny"}',
@@ -241,7 +255,7 @@ def test_a_run_resumes_to_the_bit(tmp_path: Path, corpus: Path, family: str) -> 
         full("parallel_residual", "cp"),
         *(
             full(family, layout)
-            for family in ("qwen3", "qwen2", "mistral", "mixed", "gpt_oss")
+            for family in ("qwen3", "qwen2", "mistral", "mixed", "gpt_oss", "gemma3")
             for layout in ("fsdp", "tp", "cp", "pp")
         ),
         full("mixed", "cp compiled"),

@@ -32,6 +32,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {  # those whose ranks hold the most
     "tp 2 x dp_shard 2": (4, [TP, SHARD]),
     "tp 2, qwen3": (2, [TP, "--model.name=qwen3"]),
     "tp 2, qwen2": (2, [TP, "--model.name=qwen2"]),
+    "tp 2, gemma3": (2, [TP, "--model.name=gemma3", "--model.overrides.sliding_window=9"]),
     "cp 2, mistral": (2, [CP, "--model.name=mistral", "--model.overrides.sliding_window=9"]),
     "pp 2 x tp 2, qwen2": (4, [PP, TP, UNTIED, "--model.name=qwen2"]),
     "cp 2": (2, [CP]),
@@ -56,8 +57,8 @@ def exported(run: Path, target: Path) -> dict[str, bytes]:
 def test_in_and_out_of_a_layout_is_bit_equal(tmp_path: Path, corpus: Path, run_on, layout: str) -> None:
     world_size, overrides = LAYOUTS[layout]
     layers = 4 if "interleaved" in layout else 2
-    name = next((name for name in ("qwen3", "qwen2", "mistral") if name in layout), "llama3")
-    window = {"sliding_window": 9} if name == "mistral" else {}
+    name = next((name for name in ("qwen3", "qwen2", "mistral", "gemma3") if name in layout), "llama3")
+    window = {"sliding_window": 9} if name in ("mistral", "gemma3") else {}
     model_family = family(name, tie_word_embeddings=UNTIED not in overrides, n_layers=layers, **window)
     hugging_face(model_family).save_pretrained(tmp_path / "theirs", max_shard_size="30KB")
     start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *STILL, *overrides]

@@ -89,8 +89,8 @@ def build(
     model = parallelize(net, loss, mesh, settings)
     model.materialize(torch.device("cpu"), seed=0)
     for name, p in model.net.named_parameters():
-        if name.endswith("norm.weight"):  # norms start as ones, which would hide mistakes
-            fill_normal(p, name, 1.0, 0.3, seed=0)
+        if name.endswith("norm.weight"):  # norms start equal, which would hide mistakes
+            fill_normal(p, name, model.net.init_normal(name)[0], 0.3, seed=0)
         if name.endswith(".sinks"):  # small at the start
             fill_normal(p, name, 0.0, 1.0, seed=0)
         if name.endswith((".bias", "_bias", ".lora_B.weight")):  # biases and adapters start as zeros

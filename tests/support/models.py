@@ -11,6 +11,7 @@ from torch import nn
 
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.deepseek_v3 import DeepSeekV3
+from titanlite.models.gemma3 import Gemma3
 from titanlite.models.gpt_oss import GptOss
 from titanlite.models.llama3 import Llama3
 from titanlite.models.mistral import Mistral
@@ -27,6 +28,10 @@ SCALED = {"rope_factor": 8.0, "rope_original_max_position": 64, "rope_theta": 1e
 YARN = {"rope_type": "yarn", "rope_factor": 4.0, "rope_original_max_position": 64, "rope_theta": 1e4}
 # More than ten, so that the order of their numbers is not that of their names.
 EXPERTS = {"n_experts": 12, "n_experts_per_token": 3, "moe_hidden_dim": 24}
+# A window of 12 tokens in two layers of three, and scores that head_dim does not scale.
+GEMMA3 = {
+    "name": "gemma3", "n_layers": 3, "head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 24,
+}  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "scaled rope": {**SCALED, "tie_word_embeddings": False},
@@ -57,6 +62,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "n_expert_groups_per_token": 2,
         **EXPERTS,
     },
+    "gemma3": {**GEMMA3, "tie_word_embeddings": False, "rope_type": "linear", "rope_factor": 8.0},
+    "gemma3, tied": GEMMA3,
     "mistral, tied": {"name": "mistral", "tie_word_embeddings": True, "sliding_window": 20},
 }
 
@@ -75,7 +82,7 @@ class Parameters(Decoder):
 
 def family(name: str = "llama3", **overrides: Any) -> ModelFamily:
     """The family of a tiny model with a vocabulary of 258 ids, for raw bytes."""
-    choices = (DeepSeekV3, GptOss, Llama3, Mistral, Olmoe, Qwen2, Qwen3, Qwen3MoE)
+    choices = (DeepSeekV3, Gemma3, GptOss, Llama3, Mistral, Olmoe, Qwen2, Qwen3, Qwen3MoE)
     component = {choice.name: choice for choice in choices}[name]
     return component(flavor="debug", overrides={**SHAPE, **overrides})
 
@@ -92,7 +99,7 @@ def random_net(component: ModelFamily, seed: int = 0) -> Decoder:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in net.named_parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.1 + name.endswith("norm.weight"))
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.1 + net.init_normal(name)[0])
         for name, buffer in net.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)

@@ -23,6 +23,7 @@ from titanlite.generate import (
     uncached_logits,
 )
 from titanlite.models.base import Decoder
+from titanlite.models.gemma3 import Gemma3
 from titanlite.models.llama3 import Llama3
 from titanlite.models.mistral import Mistral
 from titanlite.models.qwen2 import Qwen2
@@ -37,6 +38,7 @@ FAMILIES = {
     "qwen3": Qwen3(flavor="debug", overrides={**SHAPE, "vocab_size": 258, "tie_word_embeddings": False}),
     "qwen2": Qwen2(flavor="debug", overrides={**SHAPE, "vocab_size": 258}),
     "mistral": Mistral(flavor="debug", overrides={**SHAPE, "vocab_size": 258, "sliding_window": 5}),
+    "gemma3": Gemma3(flavor="debug", overrides={**SHAPE, "vocab_size": 258, "sliding_window": 5}),
     "one of its own": ParallelResidual(flavor="tiny"),
 }
 PROMPT = [5, 9, 200, 7, 7, 31, 2]

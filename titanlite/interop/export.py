@@ -70,8 +70,8 @@ DEFAULT_FORMAT = ExportFormat()
 
 
 class _Output(NamedTuple):
-    """A tensor of an export: a region of `stored` times `factor`, in `dtype`. `shape`: the region's,
-    perhaps without leading dims of size 1."""
+    """A tensor of an export: a region of `stored` times `factor` plus `offset`, in `dtype`. `shape`: the
+    region's, perhaps without leading dims of size 1."""
 
     name: str
     stored: LazyTensor
@@ -79,6 +79,11 @@ class _Output(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     factor: float
+    offset: float = 0.0
+
+    @property
+    def is_changed(self) -> bool:
+        return (self.factor, self.offset) != (1.0, 0.0)
 
     @property
     def size(self) -> int:
@@ -193,12 +198,14 @@ def _outputs(weights: Weights, model: ModelAndTokenizer, form: ExportFormat) -> 
             shape = (vocab_size, *shape[1:])
         # Buffers keep their dtype: a router's correction bias in bf16 would choose other experts.
         written = form.dtype if form.dtype and name in parameters else stored.dtype
-        factor = net.export_factor(name)
+        factor, offset = net.export_factor(name), net.export_offset(name)
         for part, index in net.hf_tensors(name, shape):
             region = region_at(index, shape)
-            outputs.append(_Output(part, stored, region, shape_at(index, shape), written, factor))
+            outputs.append(_Output(part, stored, region, shape_at(index, shape), written, factor, offset))
         region = region_at((), shape)
-        outputs += [_Output(copy, stored, region, shape, written, factor) for copy in net.hf_copies(name)]
+        outputs += [
+            _Output(copy, stored, region, shape, written, factor, offset) for copy in net.hf_copies(name)
+        ]
     return outputs, vocab_size
 
 
@@ -274,7 +281,7 @@ def _write_shard(file: Path, shard: Sequence[_Output]) -> None:
                 num_rows = max(BLOCK_BYTES // max(chunk[:1].numel() * output.dtype.itemsize, 1), 1)
                 for block in chunk.split(num_rows):
                     # In fp64, so that values are rounded once.
-                    exact = block if output.factor == 1.0 else block.double() * output.factor
+                    exact = block.double() * output.factor + output.offset if output.is_changed else block
                     values = exact.to(output.dtype)
                     if not values.isfinite().all():
                         raise CheckpointError(_not_finite(output, block))

@@ -3,8 +3,9 @@ config.json.
 
 Names and tensor layouts are equal to titanlite's, so nothing is converted. The exception is experts: the
 files have a tensor for each matrix of each expert, which is a region of titanlite's parameter for all experts
-of a layer; experts in MXFP4 are dequantised (mxfp4.py). Files are memory-mapped. Their headers give the size
-of the content, so opening a truncated file is an error."""
+of a layer; experts in MXFP4 are dequantised (mxfp4.py). Of a multimodal model, only the text model is read.
+Files are memory-mapped. Their headers give the size of the content, so opening a truncated file is an
+error."""
 
 from __future__ import annotations
 
@@ -74,11 +75,25 @@ def open_hugging_face(path: Path, family: ModelFamily | None = None) -> Weights:
         name, file = next(iter(file_of.items()))
         raise ConfigError(f"{name} is not in {path / file}, where {INDEX} places it")
     tensors = tensors if family is None else dequantized(tensors)
+    if family is not None and family.hf_multimodal_type:
+        tensors = _of_text(tensors)
     weights = Weights(path, KIND, tensors, _architecture(path, family))
     # The shapes of another architecture's parameters would not fit: check() says how it differs.
     if family is None or contradictions(family.config.architecture_fields(), weights.architecture):
         return weights
     return with_parameters(weights, family)
+
+
+def _of_text(tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Return the tensors of a multimodal model's text model, under the names of a text model's directory,
+    which are `model.NAME` for `language_model.model.NAME` or `model.language_model.NAME`. In a text model's
+    directory, all tensors."""
+    text = {}
+    for name, stored in tensors.items():
+        before, _, after = name.partition("language_model.")
+        if before in ("", "model.") and after:
+            text[before + after] = stored
+    return text or tensors
 
 
 def _index(path: Path) -> dict[str, str]:

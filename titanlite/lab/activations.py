@@ -10,6 +10,8 @@ features of the MLP:
     raw            q + kv, before head norms      out         q   output of attention
     lse            log-sum-exps in fp32, one per query head
 
+A block with norms after attention and MLP, too, also needs their inputs: attended, added, d each.
+
 Of a layer of K experts per token, h is the hidden features of K experts. It computes the inputs of the
 experts and the product again in the backward, and keeps besides:
 
@@ -45,16 +47,17 @@ MODULE_OF = {
 }  # fmt: skip
 # Kept by the mode "op": the results of attention and of products number 1, 3 and 5: q, v and gate. Of
 # experts: the router's results, and the first of their two products, gate and up.
-OP = {"x", "q", "v", "out", "lse", "gate"}
+# The seventh product is needed only by a norm after the MLP.
+OP = {"x", "q", "v", "out", "lse", "gate", "added"}
 OP_OF_EXPERTS = {"x", "q", "v", "out", "lse", "gate", "up", "routing"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
     """The sizes of a block, and how it is computed. `size`: bytes of the compute dtype. `is_float8`: its
-    linear layers compute in 8 bits. `tp`, `cp`, `ep`: degrees. `gathers_tokens`: whether expert parallel
-    gathers all tokens. `num_experts`, `num_chosen`: the experts of the block and of a token; 0 and 1
-    for an MLP."""
+    linear layers compute in 8 bits. `num_norms`: 2 or 4, beside the norms of heads. `tp`, `cp`, `ep`:
+    degrees. `gathers_tokens`: whether expert parallel gathers all tokens. `num_experts`, `num_chosen`: the
+    experts of the block and of a token; 0 and 1 for an MLP."""
 
     d: int
     q: int
@@ -65,6 +68,7 @@ class BlockShape:
     size: int
     compiled: bool
     is_float8: bool
+    num_norms: int = 2
     tp: int = 1
     cp: int = 1
     ep: int = 1
@@ -92,6 +96,7 @@ class BlockShape:
             h=hidden,
             heads=config.n_heads,
             normalizes_heads=any("attn" in name and "norm" in name for name in names),
+            num_norms=sum("norm" in name and "attn" not in name for name in names),
             **experts,
             **how,  # type: ignore[arg-type]
         )
@@ -118,6 +123,8 @@ class BlockShape:
             "up": self.h * size / tp,
             "product": self.h * size / tp,
         }
+        if self.num_norms > 2:
+            kept |= {"attended": self.d * size / tp, "added": self.d * size / tp}
         if self.num_experts:
             routing = (4 * self.num_experts + 32 * self.num_chosen) / tp
             kept |= {"routed": 4 * self.d / tp, "routing": routing, "product": 0.0}
@@ -130,6 +137,8 @@ class BlockShape:
             kept["x"] = 0.0
             # rms_norm keeps its fp32 input; silu and the product keep their inputs
             kept |= {"norm1": 4 * self.d / tp, "norm2": 4 * self.d / tp, "silu": self.h * size / tp}
+            if self.num_norms > 2:
+                kept |= {"attended": 4 * self.d / tp, "added": 4 * self.d / tp}
             kept["raw"] = raw * 4 / tp
             if self.num_experts:
                 kept["silu"] = 0.0

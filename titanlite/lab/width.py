@@ -25,6 +25,7 @@ from fnmatch import fnmatchcase
 
 from titanlite.config.component import ConfigError
 from titanlite.models.base import Decoder, DecoderConfig, ModelFamily
+from titanlite.models.decoder import RotaryConfig
 from titanlite.models.deepseek_v3 import DeepSeekV3Config
 from titanlite.models.moe import MULTIPLE, MoEConfig
 from titanlite.optim.base import Optimizer, ParamGroup
@@ -39,6 +40,11 @@ def check_widths(config: DecoderConfig) -> None:
         raise ConfigError(
             "there are no rules for other widths of latent attention: its ranks, and the key that all heads "
             "share, do not grow with the number of heads",
+            "model.name",
+        )
+    if isinstance(config, RotaryConfig) and config.embedding_scale != 1.0:
+        raise ConfigError(
+            "there are no rules for other widths of a model whose embedding is multiplied by sqrt(dim)",
             "model.name",
         )
 

@@ -74,13 +74,14 @@ class Decoder(nn.Module):
     vocab_size: int
     tp_plan: dict[str, str]
     """The tensor-parallel style of each layer, by patterns of module names. Styles: `embedding`, `sequence`
-    (norms between the layers: each rank has some of the tokens), `gather` (a module whose input is gathered,
-    because its layers need all tokens), `gather_sinks` (`gather` for attention with sinks), `colwise`,
-    `rowwise`, `heads` (norms within attention: each rank has some of the heads), `all_heads` (norms over the
-    features of all heads together), `tokens` (linear layers that every rank applies to its own tokens),
-    `own_tokens` (`tokens` with a plain tensor as its output),
-    `gather_colwise` (`colwise` after gathering its input), `gather_output` (gathers what the module returns),
-    `local` (a mixture of experts: each rank routes its own tokens), `router`, `head`."""
+    (norms between the layers: each rank has some of the tokens), `residual` (the same for norms whose output
+    is added to the residual stream, a plain tensor), `gather` (a module whose input is gathered, because its
+    layers need all tokens), `gather_sinks` (`gather` for attention with sinks), `colwise`, `rowwise`, `heads`
+    (norms within attention: each rank has some of the heads), `all_heads` (norms over the features of all
+    heads together), `tokens` (linear layers that every rank applies to its own tokens), `own_tokens`
+    (`tokens` with a plain tensor as its output), `gather_colwise` (`colwise` after gathering its input),
+    `gather_output` (gathers what the module returns), `local` (a mixture of experts: each rank routes its own
+    tokens), `router`, `head`."""
     mlp_down: str = ""
     """Name, within a block, of the linear layer whose inputs are the hidden units of the MLP, such as
     `mlp.down_proj`, for the measurement of dead units. Empty: they are not measured."""
@@ -127,6 +128,11 @@ class Decoder(nn.Module):
         """The factor by which the parameter `name` is multiplied in Hugging Face's form of the model. A
         family with scales that this form lacks folds them into the weights. Default: 1."""
         return 1.0
+
+    def export_offset(self, name: str) -> float:
+        """The number that is added to the parameter `name`, after the multiplication by export_factor, in
+        Hugging Face's form of the model. Default: 0."""
+        return 0.0
 
     def hf_tensors(self, name: str, shape: tuple[int, ...]) -> list[tuple[str, Index]]:
         """The tensors in Hugging Face's files that hold the parameter or buffer `name`, whose full shape is
@@ -307,6 +313,9 @@ class ModelFamily(Component, kind="model", makes=(Decoder,)):
     hf_model_type: ClassVar[str] = ""
     """The `model_type` in the config.json of the same model in Hugging Face's implementation; empty if there
     is none."""
+    hf_multimodal_type: ClassVar[str] = ""
+    """The `model_type` in the config.json of Hugging Face's multimodal models whose text model, described by
+    `text_config`, is a model of this family; empty if there are none."""
 
     def __post_init__(self) -> None:
         if self.flavor not in self.flavors:

@@ -163,6 +163,11 @@ class RotaryConfig(DecoderConfig):
         return self.head_dim
 
     @property
+    def embedding_scale(self) -> float:
+        """The factor of the embedding's output. A family with another factor overrides this property."""
+        return 1.0
+
+    @property
     def rope_scaling(self) -> RopeScaling:
         """The scaling of the rotary frequencies."""
         return RopeScaling(
@@ -258,11 +263,16 @@ def dense_mlp(config: RotaryConfig, block: int) -> nn.Module:
 class Block(nn.Module):
     """x + scale * attention(norm(x)), then x + scale * mlp(norm(x)), with residual_scale."""
 
+    norm_type: ClassVar[type[RMSNorm]] = RMSNorm
+    """The class of this block's norms and of the final norm."""
+    tp_plan: ClassVar[dict[str, str]] = {}
+    """Entries of Decoder.tp_plan for the modules that a subclass adds or uses differently."""
+
     def __init__(self, config: RotaryConfig, attention: nn.Module, mlp: nn.Module):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.input_layernorm = self.norm_type(config.dim, config.norm_eps)
         self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.post_attention_layernorm = self.norm_type(config.dim, config.norm_eps)
         self.mlp = mlp
         self.scale = config.residual_scale
 
@@ -284,14 +294,16 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Embedding, blocks and final norm. In a pipeline stage, `embed_tokens` and `norm` may be None."""
 
-    def __init__(self, config: RotaryConfig, attention: type[AttentionLayer], mlp: MakeMLP):
+    def __init__(
+        self, config: RotaryConfig, attention: type[AttentionLayer], mlp: MakeMLP, block: type[Block]
+    ):
         super().__init__()
         self.config, self.kinds = config, config.layer_kinds
         self.embed_tokens: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
-        blocks = {str(i): Block(config, attention(config), mlp(config, i)) for i in range(config.n_layers)}
+        blocks = {str(i): block(config, attention(config), mlp(config, i)) for i in range(config.n_layers)}
         self.layers = nn.ModuleDict(blocks)
         # Scaling the last hidden states scales the logits: no head and no loss has to know the scale.
-        self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps, config.logit_scale)
+        self.norm: RMSNorm | None = block.norm_type(config.dim, config.norm_eps, config.logit_scale)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None, attention: Attention) -> torch.Tensor:
         if positions is None:
@@ -305,7 +317,10 @@ class Model(nn.Module):
             attentions = {kind: attention.of_kind(kind, tokens_BT) for kind in attentions}
         dim = self.config.rope_head_dim
         tables = {rope: rope_tables(positions, dim, *rope) for rope in {kind.rope for kind in kinds}}
-        h_BTD = self.embed_tokens(x) if self.embed_tokens is not None else x
+        h_BTD = x if self.embed_tokens is None else self.embed_tokens(x)
+        if self.embed_tokens is not None and (scale := self.config.embedding_scale) != 1.0:
+            # A tensor, because Hugging Face's models round the factor to the dtype of the hidden states, too.
+            h_BTD = h_BTD * torch.full((), scale, dtype=h_BTD.dtype, device=h_BTD.device)
         for block, kind in zip(layers.values(), kinds):
             h_BTD = block(h_BTD, *tables[kind.rope], attentions[kind.attention])
         return self.norm(h_BTD) if self.norm is not None else h_BTD
@@ -316,7 +331,8 @@ class RotaryDecoder(Decoder):
     head's.
 
     `attention`: the class of each block's attention. `attention_plan`: entries of `tp_plan` for the modules
-    that this class adds to SelfAttention. `mlp`: makes the MLP of the block with a number.
+    that this class adds to SelfAttention. `mlp`: makes the MLP of the block with a number. `block`: the class
+    of the blocks.
     """
 
     config: RotaryConfig
@@ -328,10 +344,11 @@ class RotaryDecoder(Decoder):
         attention: type[AttentionLayer] = SelfAttention,
         attention_plan: dict[str, str] | None = None,
         mlp: MakeMLP = dense_mlp,
+        block: type[Block] = Block,
     ):
         super().__init__()
         self.config, self.vocab_size = config, config.vocab_size
-        self.model = Model(config, attention, mlp)
+        self.model = Model(config, attention, mlp, block)
         self.folded_scales = {
             "o_proj.weight": config.residual_scale,
             "o_proj.bias": config.residual_scale,
@@ -342,7 +359,7 @@ class RotaryDecoder(Decoder):
         }
         self.lm_head = None if config.tie_word_embeddings else Head(config.dim, config.vocab_size)
         head_plan = {} if config.tie_word_embeddings else {"lm_head": "head"}
-        self.tp_plan = TP_PLAN | (attention_plan or {}) | head_plan
+        self.tp_plan = TP_PLAN | block.tp_plan | (attention_plan or {}) | head_plan
 
     def forward(
         self,

@@ -141,7 +141,7 @@ class GptOss(MoEFamily, name="gpt_oss"):
             del config["quantization_config"]
         if not {"rope_scaling", "rope_parameters"} & config.keys():
             config["rope_scaling"] = DEFAULT_ROPE
-        defaults = {
+        defaults: dict[str, Any] = {
             "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
             "rope_theta": 150000.0,
         }  # fmt: skip

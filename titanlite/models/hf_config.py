@@ -62,34 +62,53 @@ LAYER_TYPES = {"L": "full_attention", "S": "sliding_attention"}
 DEFAULT_WINDOW, DEFAULT_WINDOW_LAYERS = 4096, 28  # transformers' values for missing keys
 
 
-def to_hf(config: RotaryConfig) -> dict[str, Any]:
-    """The keys of a config.json that describe `config`, apart from its sliding window. Raises ConfigError for
-    layers with other rotary positions than the others."""
-    if any(kind.rope != (config.rope_theta, config.rope_scaling) for kind in config.layer_kinds):
-        raise ConfigError(
-            "Hugging Face's form of this family has the same rotary positions in all layers; "
-            "window_rope_theta and window_rope_scaled have no place there",
-            "model.overrides.window_rope_theta",
-        )
+def to_hf(config: RotaryConfig, rope_by_layer_type: bool = False) -> dict[str, Any]:
+    """The keys of a config.json that describe `config`, apart from its sliding window. `rope_by_layer_type`:
+    the family's rope_parameters have an object for each type of layer. Otherwise, raises ConfigError if the
+    rotary embeddings of the layers differ."""
+    if not rope_by_layer_type:
+        _check_equal_ropes(config)
     rope: dict[str, Any] = {}
     if config.rope_factor != 1.0:
         fields = {key: getattr(config, name) for key, name in ROPE_TYPES[config.rope_type].items()}
         written = {key: value for key, value in fields.items() if value != LEFT_OUT.get(key)}
         rope = {"rope_type": config.rope_type} | written
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta, **rope}
+    if rope_by_layer_type:
+        theta = config.window_rope_theta or config.rope_theta
+        window = {"rope_type": "default", **(rope if config.window_rope_scaled else {}), "rope_theta": theta}
+        parameters = {LAYER_TYPES["L"]: parameters, LAYER_TYPES["S"]: window}
     return {
         "hidden_act": FIXED["hidden_act"],
         **{hf_key: getattr(config, name) for hf_key, name in FIELDS.items()},
         "rope_theta": config.rope_theta,
         # transformers 5 reads rope_parameters, older releases read rope_scaling.
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta, **rope},
+        "rope_parameters": parameters,
         "rope_scaling": rope or None,
     }
 
 
-def from_hf(config: dict[str, Any], unchecked: Collection[str] = (), **defaults: Any) -> dict[str, Any]:
+def _check_equal_ropes(config: RotaryConfig) -> None:
+    one = (config.rope_theta, config.rope_scaling)
+    if any(kind.rope != one for kind in config.layer_kinds):
+        raise ConfigError(
+            f"window_rope_theta = {config.window_rope_theta}, window_rope_scaled = "
+            f"{json.dumps(config.window_rope_scaled)}: in Hugging Face's form of this family all layers have "
+            "the same rotary embedding; 'gemma3' has two",
+            "model.overrides.window_rope_theta",
+        )
+
+
+def from_hf(
+    config: dict[str, Any],
+    unchecked: Collection[str] = (),
+    rope_by_layer_type: bool = False,
+    **defaults: Any,
+) -> dict[str, Any]:
     """The fields of a RotaryConfig, apart from its sliding window. `unchecked`: keys of FIXED that the family
-    reads itself or transformers ignores. `defaults`: transformers' values for keys that may be missing. A
-    null is a missing key. Raises ConfigError for other missing keys and for values that are not supported."""
+    reads itself or transformers ignores. `rope_by_layer_type`: as in to_hf. `defaults`: transformers' values
+    for keys that may be missing. A null is a missing key. Raises ConfigError for other missing keys and for
+    values that are not supported."""
     for key, value in FIXED.items():
         if key not in unchecked and config.get(key) not in (None, value):
             raise ConfigError(
@@ -109,7 +128,35 @@ def from_hf(config: dict[str, Any], unchecked: Collection[str] = (), **defaults:
             )
     if missing := [key for key in FIELDS if key not in values]:
         raise ConfigError(f"config.json has no {missing[0]}")
-    return {name: values[hf_key] for hf_key, name in FIELDS.items()} | _rope_from_hf(values)
+    rope = _ropes_from_hf(values) if rope_by_layer_type else _rope_from_hf(values)
+    return {name: values[hf_key] for hf_key, name in FIELDS.items()} | rope
+
+
+def _ropes_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a RotaryConfig for the rotary embeddings of both types of layers. As in transformers,
+    rope_theta and rope_scaling belong to full attention, and rope_local_base_freq, by default rope_theta, is
+    the base of layers with a window; bases in rope_parameters come first."""
+    full_type, window_type = LAYER_TYPES["L"], LAYER_TYPES["S"]
+    parameters, scaling = config.get("rope_parameters", {}), config.get("rope_scaling", {})
+    objects = {"rope_scaling": scaling, "rope_parameters": parameters}
+    if isinstance(parameters, dict):
+        if other := parameters.keys() - LAYER_TYPES.values():
+            raise ConfigError(f"config.json: rope_parameters: {min(other)} is not a type of layer")
+        objects |= {f"rope_parameters: {name}": value for name, value in parameters.items() if value}
+    if wrong := [key for key, value in objects.items() if not isinstance(value, dict)]:
+        raise ConfigError(f"config.json: {wrong[0]} is not an object")
+    full_rope, window_rope = (parameters.get(name) or {} for name in (full_type, window_type))
+    bases = {"rope_theta": config["rope_local_base_freq"]} if "rope_local_base_freq" in config else {}
+    full = _rope_from_hf({**config, "rope_scaling": {}, "rope_parameters": full_rope | scaling})
+    window = _rope_from_hf({**config, **bases, "rope_scaling": {}, "rope_parameters": window_rope})
+    theta, is_scaled = window.pop("rope_theta"), window["rope_factor"] != 1.0
+    if is_scaled and window.items() - full.items():
+        raise ConfigError(
+            f"config.json: rope_parameters: {window_type} has another scaling than {full_type}, which is not "
+            "supported"
+        )
+    own = {"window_rope_theta": 0.0 if theta == full["rope_theta"] else theta}
+    return full | own | ({"window_rope_scaled": is_scaled} if full["rope_factor"] != 1.0 else {})
 
 
 def _rope_from_hf(config: dict[str, Any]) -> dict[str, Any]:
@@ -234,9 +281,9 @@ def check_no_window(config: RotaryConfig) -> None:
 
 
 def read_family(folder: Path, wanted: ModelFamily | None = None) -> ModelFamily:
-    """The family, with flavor and overrides, that the config.json in a Hugging Face directory describes.
-    Raises ConfigError, which names the file, if titanlite has no such family, or if `wanted` is another
-    family."""
+    """The family, with flavor and overrides, that the config.json in a Hugging Face directory describes; of a
+    multimodal model, the family of its text model. Raises ConfigError, which names the file, if titanlite has
+    no such family, or if `wanted` is another family."""
     file = folder / "config.json"
     config = read_object(file)
     families = {
@@ -245,7 +292,12 @@ def read_family(folder: Path, wanted: ModelFamily | None = None) -> ModelFamily:
         if issubclass(f, ModelFamily) and f.hf_model_type
     }
     families |= {wanted.hf_model_type: type(wanted)} if wanted is not None else {}
+    multimodal = {f.hf_multimodal_type: f for f in families.values() if f.hf_multimodal_type}
     model_type = config.get("model_type")
+    if model_type in multimodal:
+        if not isinstance(config.get("text_config"), dict):
+            raise ConfigError(f"{file}: text_config is missing or not an object")
+        config, model_type = config["text_config"], multimodal[model_type].hf_model_type
     if model_type not in families:
         raise ConfigError(
             f"{file}: model_type {json.dumps(model_type)} is not supported "

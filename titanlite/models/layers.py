@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +47,9 @@ class RMSNorm(nn.Module):
     are the same with and without FSDP. `normalize`: a function with the arguments of rms_norm, which
     parallel/ may replace."""
 
+    offset: ClassVar[float] = 0.0
+    """A number that is added to the weight, in fp32."""
+
     def __init__(self, dim: int, eps: float, scale: float = 1.0):
         super().__init__()
         self.eps, self.scale = eps, scale
@@ -54,6 +58,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.to(x.dtype).float()
+        if self.offset:
+            weight = weight + self.offset
         if self.scale != 1.0:
             weight = weight * self.scale
         return self.normalize(x.float(), weight, self.eps).to(x.dtype)

@@ -82,7 +82,11 @@ class Qwen2(ModelFamily, name="qwen2"):
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> ModelFamily:
         own = ("use_sliding_window", "attention_bias")  # the biases are the same in all models
-        defaults = {"num_key_value_heads": 32, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+        defaults: dict[str, Any] = {
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+        }
         fields = from_hf(config, own, **defaults)
         return cls.of_shape(fields | qwen_window(config, fields["n_layers"]))
 

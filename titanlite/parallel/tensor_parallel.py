@@ -53,6 +53,7 @@ def apply_tensor_parallel(net: Decoder, mesh: DeviceMesh, float8: Float8) -> Non
     styles: dict[str, Callable[[nn.Module], ParallelStyle]] = {
         "embedding": lambda _: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(TOKENS)),
         "sequence": lambda _: SequenceParallel(sequence_dim=TOKENS),
+        "residual": lambda _: SequenceParallel(sequence_dim=TOKENS, use_local_output=True),
         "gather": lambda module: _GatherTokens(shared_cast(module, float8)),
         "gather_sinks": lambda module: _GatherTokensWithSinks(shared_cast(module, float8)),
         "colwise": lambda _: _WithAdapter(ColwiseParallel(), COLWISE_ADAPTER),

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.support.jobs import make_job, metrics_of
 from tests.support.models import VARIANTS, family, hugging_face, keys_of, random_net, row, tensors_in
-from tests.support.tiers import sampled
+from tests.support.tiers import full, sampled
 from titanlite import cli
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.config.component import ConfigError
@@ -27,6 +27,7 @@ from titanlite.interop.huggingface import open_hugging_face
 from titanlite.interop.initial import check_initial, open_weights
 from titanlite.interop.weights import ModelAndTokenizer, check, load_weights
 from titanlite.models.base import Decoder, ModelFamily
+from titanlite.models.hf_config import read_family
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.train import train
 
@@ -47,7 +48,9 @@ def imported(folder: Path, model_family: ModelFamily, dtype: torch.dtype = torch
     [
         ("tied", torch.bfloat16),
         *(
-            pytest.param(variant, torch.float32, marks=() if variant == "qwen3" else pytest.mark.full)
+            pytest.param(
+                variant, torch.float32, marks=() if variant in ("qwen3", "gemma3") else pytest.mark.full
+            )
             for variant in VARIANTS
         ),
     ],
@@ -72,6 +75,31 @@ def test_round_trip_is_bit_equal(tmp_path: Path, corpus: Path, variant: str, dty
     with torch.no_grad():
         same = torch.equal(before(row()).logits, after(row()).logits)  # the config says the same, too
     assert same
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", full("model.language_model.")])
+@torch.no_grad()
+def test_the_text_model_of_a_multimodal_model_is_read(tmp_path: Path, prefix: str) -> None:
+    """transformers writes the first prefix; the modules of the model in memory have the second."""
+    model_family = family(**VARIANTS["gemma3, tied"])
+    text = {key: value for key, value in model_family.hf_config().items() if key != "architectures"}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4,
+        image_token_index=257, boi_token_index=256, eoi_token_index=255,
+    )  # fmt: skip
+    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
+    theirs.model.language_model.load_state_dict(
+        {name.removeprefix("model."): p for name, p in random_net(model_family).state_dict().items()}
+    )
+    theirs.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert any(name.startswith("language_model.model.layers.") for name in tensors)
+    assert any(name.startswith("vision_tower.") for name in tensors)
+    save_file({k.replace("language_model.model.", prefix): t for k, t in tensors.items()}, file)
+    assert read_family(tmp_path).config == model_family.config
+    assert (imported(tmp_path, model_family)(row()) - theirs(input_ids=row()).logits).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("variant", sampled(VARIANTS, {"tied", "qwen2, yarn", "olmoe", "deepseek_v3"}))

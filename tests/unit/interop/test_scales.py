@@ -11,6 +11,7 @@ import torch
 from tests.support.foreign import random_tensors, write_meta, write_torchtitan
 from tests.support.jobs import make_job
 from tests.support.models import family, keys_of, random_net, row, tensors_in
+from tests.support.tiers import full
 from titanlite import cli
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import model_tensors
@@ -27,7 +28,7 @@ SCALES = {"residual_scale": 0.5, "attention_scale": 1.7, "logit_scale": 0.25}
 
 @pytest.mark.parametrize(
     ("name", "tied"),
-    [("llama3", True), ("qwen3", False), pytest.param("qwen3", True, marks=pytest.mark.full)],
+    [("llama3", True), ("qwen3", False), full("qwen3", True), full("gemma3", True)],
 )
 @torch.no_grad()
 def test_an_export_computes_the_logits_of_the_run(

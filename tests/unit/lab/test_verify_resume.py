@@ -54,7 +54,7 @@ def test_without_the_key_the_difference_is_told(
     ("words", "message"),
     [
         (["--ranks=1,x"], "'1,x' is not a list of numbers such as 1,2,4"),
-        (["--ranks=1,2,4", "--steps=2"], "2 steps are too few"),
+        (["--ranks=1,2,4", "--steps=2"], "2 is below 3, for as many"),
         (["--ranks=1,2", "--steps=100"], "is below the --steps=100 to train"),
         (["--ranks=1,3"], "8 sequences are not a multiple of local_batch_size 2 x 3 ranks"),
     ],

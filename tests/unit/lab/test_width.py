@@ -14,6 +14,7 @@ from titanlite.config.component import ConfigError
 from titanlite.lab.width import check_supported, param_groups_at, scales_at, shape_at, toml_lines
 from titanlite.models.base import ModelFamily
 from titanlite.models.deepseek_v3 import DeepSeekV3
+from titanlite.models.gemma3 import Gemma3
 from titanlite.models.llama3 import Llama3
 from titanlite.models.olmoe import Olmoe
 from titanlite.models.qwen3 import Qwen3
@@ -53,9 +54,12 @@ def test_shapes_of_experts_keep_their_ratios() -> None:
     assert shape_at(uneven, 160)["moe_hidden_dim"] == 88, "90 is no multiple of 8"
 
 
-def test_widths_of_latent_attention_are_refused() -> None:
+def test_widths_of_latent_attention_and_of_scaled_embeddings_are_refused() -> None:
     config = DeepSeekV3(flavor="debug").config
     with pytest.raises(ConfigError, match="there are no rules for other widths of latent attention"):
+        shape_at(config, 2 * config.dim)
+    config = Gemma3(flavor="debug").config
+    with pytest.raises(ConfigError, match=r"no rules for other widths of a model whose embedding is mult"):
         shape_at(config, 2 * config.dim)
 
 

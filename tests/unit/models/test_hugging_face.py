@@ -14,6 +14,7 @@ import torch
 from tests.support.tiers import full, sampled
 from titanlite.config.component import ConfigError
 from titanlite.models.base import Decoder, ModelFamily
+from titanlite.models.gemma3 import Gemma3, Gemma3Config, OffsetNorm
 from titanlite.models.hf_config import read_family
 from titanlite.models.llama3 import Llama3
 from titanlite.models.mistral import Mistral
@@ -22,7 +23,7 @@ from titanlite.models.qwen3 import Qwen3
 
 transformers = pytest.importorskip("transformers")
 
-FAMILIES = (Llama3, Mistral, Qwen2, Qwen3)
+FAMILIES = (Gemma3, Llama3, Mistral, Qwen2, Qwen3)
 SHAPE = {"dim": 64, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "hidden_dim": 96, "vocab_size": 300}
 # With a short original context, positions are in all three ranges of the rope scaling.
 SCALED = {"rope_factor": 8.0, "rope_original_max_position": 64, "rope_theta": 1e4}
@@ -30,6 +31,7 @@ SCALED = {"rope_factor": 8.0, "rope_original_max_position": 64, "rope_theta": 1e
 YARN = {"rope_type": "yarn", "rope_factor": 4.0, "rope_original_max_position": 64, "rope_theta": 1e4}
 LINEAR = {"rope_type": "linear", "rope_factor": 4.0}
 WINDOW = {"sliding_window": 48}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, **WINDOW}  # three layers: SSL
 CASES = {
     "llama3": (Llama3, {"head_dim": 8}),
     "llama3 tied": (Llama3, {"head_dim": 16, "tie_word_embeddings": True}),
@@ -49,8 +51,15 @@ CASES = {
     "qwen3 mixed": (Qwen3, {"head_dim": 16, **WINDOW, "layer_pattern": "SL"}),
     "qwen2 mixed": (Qwen2, {"head_dim": 16, **WINDOW, "layer_pattern": "LSS"}),
     "mistral": (Mistral, {"head_dim": 16, "sliding_window": 0, "rope_theta": 1e6}),
+    "gemma3": (Gemma3, GEMMA),
+    "gemma3 linear tied": (Gemma3, {**GEMMA, **LINEAR, "tie_word_embeddings": True}),
+    "gemma3 yarn": (Gemma3, {**GEMMA, **YARN, "window_rope_scaled": True, "rope_theta": 1e6}),
+    "gemma3 one base": (Gemma3, {**GEMMA, **LINEAR, "window_rope_theta": 0.0, "layer_pattern": ""}),
+    "gemma3 full": (Gemma3, {**GEMMA, "sliding_window": 0, "layer_pattern": ""}),
 }
-DEFAULT_TIER = {*list(CASES)[:6], "qwen3 mixed", "qwen2 yarn tied", "mistral window linear"}
+DEFAULT_TIER = {
+    *list(CASES)[:6], "qwen3 mixed", "qwen2 yarn tied", "mistral window linear", "gemma3 linear tied",
+}  # fmt: skip
 
 
 def family_of(case: str) -> ModelFamily:
@@ -67,7 +76,7 @@ def pair(family: ModelFamily) -> tuple[Decoder, Any]:
             p.copy_(torch.randn(p.shape, generator=generator) * 0.15)
         for name, p in net.named_parameters():
             if name.endswith("norm.weight"):
-                p.add_(1.0)
+                p.add_(net.init_normal(name)[0])
     config = transformers.AutoConfig.for_model(**family.hf_config())
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     missing, unexpected = theirs.load_state_dict(net.state_dict(), strict=False)
@@ -96,6 +105,35 @@ def test_names_and_shapes(models) -> None:
 def test_logits(models) -> None:
     ours, theirs = models
     assert (ours(tokens()) - theirs(tokens()).logits).abs().max() < 1e-4
+
+
+def differences_of_gradients(ours: Decoder, theirs: Any) -> dict[str, float]:
+    """The largest difference of each parameter's gradients of the loss of 64 tokens, relative to the largest
+    gradient of the parameter."""
+    inputs = tokens().clamp(min=1)  # transformers drops the gradient of Gemma's padding, token 0
+    targets = inputs[:, -64:].flatten()
+    for logits in (ours(inputs), theirs(inputs).logits):
+        torch.nn.functional.cross_entropy(logits[:, -65:-1].flatten(0, 1), targets).backward()
+    wanted = {name: p.grad for name, p in theirs.named_parameters()}
+    return {
+        name: float((p.grad - wanted[name]).abs().max() / wanted[name].abs().max())
+        for name, p in ours.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("case", sampled(CASES, {"gemma3 linear tied"}))
+def test_gradients(case: str) -> None:
+    differences = differences_of_gradients(*pair(family_of(case)))
+    assert max(differences.values()) < 1e-5  # between 1e-6 and 3e-6
+
+
+@pytest.mark.parametrize("changed", [{"sliding_window": 49}, {"window_rope_theta": 9000.0}], ids=str)
+def test_control_the_window_and_the_base_change_the_gradients(changed: dict[str, Any]) -> None:
+    family = family_of("gemma3")
+    ours, theirs = pair(family)
+    other = replace(family, overrides=family.overrides | changed).build()
+    other.load_state_dict(ours.state_dict())
+    assert max(differences_of_gradients(other, theirs).values()) > 1e-3
 
 
 @pytest.mark.full
@@ -148,6 +186,12 @@ def test_control_each_part_of_a_family_counts() -> None:
         ("qwen2", "q_proj.bias"),
         ("qwen2", "k_proj.bias"),
         ("qwen2", "v_proj.bias"),
+        ("gemma3", {"sliding_window": 49}),
+        ("gemma3", {"layer_pattern": "SLS"}),
+        ("gemma3", {"window_rope_theta": 0.0}),
+        ("gemma3", {"rope_theta": 1e4}),
+        ("gemma3", {"query_pre_attn_scalar": 16}),
+        ("gemma3 linear tied", {"window_rope_scaled": True}),
     ],
     ids=str,
 )
@@ -167,6 +211,21 @@ def test_control_a_window_a_scaling_or_a_bias_counts(case: str, without: dict[st
     assert difference.max() > 1e-2
     if "sliding_window" in without:  # the first tokens see all earlier ones
         assert difference[:48].max() < 1e-4
+
+
+@pytest.mark.parametrize("fault", ["norms without the offset", "embedding without the scale", "SiLU"])
+@torch.no_grad()
+def test_control_each_part_of_gemma_counts(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits differ from transformers' without it."""
+    ours, theirs = pair(family_of("gemma3"))
+    wanted = theirs(tokens()).logits
+    if fault == "norms without the offset":
+        monkeypatch.setattr(OffsetNorm, "offset", 0.0)
+    elif fault == "embedding without the scale":
+        monkeypatch.setattr(Gemma3Config, "embedding_scale", 1.0)
+    else:
+        monkeypatch.setattr(torch.nn.functional, "gelu", lambda x, approximate: torch.nn.functional.silu(x))
+    assert (ours(tokens()) - wanted).abs().max() > 1e-2
 
 
 SIZES = [
@@ -192,6 +251,11 @@ SIZES = [
     (Qwen3, "8B", 8_190_735_360),
     (Qwen3, "14B", 14_768_307_200),
     (Qwen3, "32B", 32_762_123_264),
+    (Gemma3, "1B", 999_885_952),
+    # Keras's presets of the text models have 64 rows of the vocabulary less.
+    (Gemma3, "4B", 3_880_099_328 + 64 * 2560),
+    (Gemma3, "12B", 11_765_788_416 + 64 * 3840),
+    (Gemma3, "27B", 27_009_002_240 + 64 * 5376),
 ]
 
 
@@ -281,6 +345,27 @@ MISTRAL = {
     "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "transformers_version": "4.34.0.dev0", "vocab_size": 32000,
 }  # fmt: skip
+# Those of Gemma 3 1B's, and of the text_config of 27B's in the form of transformers 5.
+GEMMA_1B = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attention_bias": False,
+    "attn_logit_softcapping": None, "cache_implementation": "hybrid", "final_logit_softcapping": None,
+    "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
+    "max_position_embeddings": 32768, "num_attention_heads": 4, "num_hidden_layers": 26,
+    "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+    "sliding_window_pattern": 6, "torch_dtype": "bfloat16", "transformers_version": "4.52.4",
+    "vocab_size": 262144,
+}  # fmt: skip
+GEMMA_27B = {
+    "model_type": "gemma3_text", "head_dim": 128, "hidden_size": 5376, "intermediate_size": 21504,
+    "num_attention_heads": 32, "num_hidden_layers": 62, "num_key_value_heads": 16,
+    "query_pre_attn_scalar": 168, "sliding_window": 1024,
+    "rope_parameters": {
+        "full_attention": {"factor": 8.0, "rope_theta": 1000000.0, "rope_type": "linear"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+}  # fmt: skip
+LINEAR_8 = {"rope_type": "linear", "factor": 8.0}
 YARN_2 = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32768}
 MISTRAL_3 = {**MISTRAL, "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768}
 
@@ -291,6 +376,12 @@ def test_published_configs(tmp_path: Path) -> None:
     assert read_family(write(tmp_path, QWEN2)) == Qwen2(flavor="0.5B")
     assert read_family(write(tmp_path, MISTRAL)) == Mistral(flavor="7B-v0.1")
     assert read_family(write(tmp_path, MISTRAL_3)) == Mistral(flavor="7B-v0.3")
+    assert read_family(write(tmp_path, GEMMA_1B)) == Gemma3(flavor="1B")
+    assert read_family(write(tmp_path, GEMMA_27B)) == Gemma3(flavor="27B")
+    multimodal = {"model_type": "gemma3", "text_config": GEMMA_27B, "vision_config": {}}
+    assert read_family(write(tmp_path, multimodal)) == Gemma3(flavor="27B")
+    before_5 = {key: value for key, value in GEMMA_27B.items() if key != "rope_parameters"}
+    assert read_family(write(tmp_path, before_5 | {"rope_scaling": LINEAR_8})) == Gemma3(flavor="27B")
     without = {k: v for k, v in LLAMA.items() if k not in ("head_dim", "rope_scaling", "num_key_value_heads")}
     c = read_family(write(tmp_path, without)).config
     assert (c.head_dim, c.n_kv_heads, c.rope_factor) == (64, 32, 1.0)
@@ -331,6 +422,40 @@ ROPES = {
 }  # fmt: skip
 
 
+GEMMA_ROPES: dict[str, dict[str, Any]] = {
+    "bases": {"rope_theta": 5e4, "rope_local_base_freq": 100.0},
+    "no bases": {"rope_theta": None, "rope_local_base_freq": None},
+    "scaling": {"rope_theta": 5e4, "rope_scaling": LINEAR_8},
+    "parameters": {
+        "rope_parameters": {"full_attention": {"rope_theta": 5e4} | LINEAR_8, "sliding_attention": None},
+    },
+    "both": {
+        "rope_scaling": LINEAR_8, "rope_theta": 7.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5e4},
+            "sliding_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100.0},
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", [{}, {"sliding_window_pattern": 2}], ids=str)
+@pytest.mark.parametrize("rope", sampled(GEMMA_ROPES, {"scaling", "both"}))
+@torch.no_grad()
+def test_the_layers_of_a_gemma_model(rope: str, pattern: dict[str, Any], tmp_path: Path) -> None:
+    """The logits of a model of this config.json equal those of transformers, which reads it, too."""
+    config = {key: value for key, value in GEMMA_1B.items() if key != "sliding_window_pattern"}
+    config |= TINY | CONTEXT | {"head_dim": 16} | pattern | GEMMA_ROPES[rope] | {"num_hidden_layers": 6}
+    config = {key: value for key, value in config.items() if value is not None}
+    family = read_family(write(tmp_path, config))
+    ours, _ = pair(family)
+    assert family.config.layer_letters == "SL" * 3 if pattern else "SSSSSL"
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_config(read, dtype=torch.float32)
+    theirs.load_state_dict(ours.state_dict(), strict=False)
+    assert (ours(tokens()) - theirs.eval()(tokens()).logits).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("new", [False, True], ids=["transformers 4", "transformers 5"])
 @pytest.mark.parametrize("rope", sampled(ROPES, {"qwen2.5 extended", "deepseek", "linear"}))
 @torch.no_grad()
@@ -355,6 +480,23 @@ def test_a_llama_with_a_window_has_no_hugging_face_form() -> None:
     with pytest.raises(ConfigError, match=r"sliding_window = 16: .* has no sliding window") as e:
         Llama3(flavor="debug", overrides={"sliding_window": 16}).hf_config()
     assert e.value.key == "model.overrides.sliding_window"
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        (Qwen3, {"layer_pattern": "SL", "window_rope_theta": 1e4}),
+        (Mistral, {"window_rope_theta": 1e4}),
+        (Qwen2, {"layer_pattern": "SL", "window_rope_scaled": False, **LINEAR}),
+    ],
+    ids=str,
+)
+def test_two_rotary_embeddings_have_no_hugging_face_form(family: Any, rope: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="all layers have the same rotary embedding") as e:
+        family(flavor="debug", overrides={"sliding_window": 16, **rope}).hf_config()
+    assert e.value.key == "model.overrides.window_rope_theta"
+    without_effect = {"sliding_window": 16, **rope, "window_rope_theta": 0.0, "window_rope_scaled": True}
+    assert family(flavor="debug", overrides=without_effect).hf_config()
 
 
 @pytest.mark.parametrize(
@@ -422,6 +564,7 @@ def test_the_windows_of_a_qwen_model(
             'model_type "gpt2" is not supported (known: ',
         ),
         (LLAMA, {"model_type": "gpt_neox"}, 'model_type "gpt_neox" is not supported'),
+        ({"model_type": "gemma3"}, {}, "text_config is missing or not an object"),
         (
             LLAMA,
             {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
@@ -495,6 +638,33 @@ def test_the_windows_of_a_qwen_model(
             "max_window_layers = null is not an integer",
         ),
         (QWEN, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5; only 1.0 is supported"),
+        (
+            GEMMA_1B,
+            {"final_logit_softcapping": 30.0},
+            "final_logit_softcapping = 30.0; only null is supported",
+        ),
+        (GEMMA_1B, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0; only null is supported"),
+        (GEMMA_1B, {"hidden_activation": "gelu"}, 'hidden_activation = "gelu"; only "gelu_pytorch_tanh" is'),
+        (
+            GEMMA_1B,
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention = true; only false is",
+        ),
+        (GEMMA_1B, {"sliding_window_pattern": 0}, "sliding_window_pattern = 0 is not a number of layers"),
+        (GEMMA_1B, {"query_pre_attn_scalar": 168.5}, "query_pre_attn_scalar: expected int, got 168.5"),
+        (GEMMA_1B, {"rope_parameters": LINEAR_8}, "rope_parameters: factor is not a type of layer"),
+        (GEMMA_1B, {"rope_parameters": [1]}, "rope_parameters is not an object"),
+        (GEMMA_1B, {"rope_scaling": "linear"}, "rope_scaling is not an object"),
+        (
+            GEMMA_1B,
+            {"rope_parameters": {"full_attention": 1}},
+            "rope_parameters: full_attention is not an object",
+        ),
+        (
+            GEMMA_1B,
+            {"rope_parameters": {"sliding_attention": LINEAR_8}},
+            "sliding_attention has another scaling than full_attention, which is not supported",
+        ),
         (LLAMA, {"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
         (LLAMA, {"hidden_size": None}, "config.json has no hidden_size"),
         (LLAMA, {"num_hidden_layers": "16"}, "config.json: num_hidden_layers: expected int, got '16'"),

@@ -77,7 +77,7 @@ def test_patterns_with_the_same_layers_are_one_architecture() -> None:
 
 def test_rotary_positions_by_kind_have_no_place_in_a_config_json() -> None:
     for overrides in (MIXED, {"sliding_window": 4, "rope_factor": 2.0, "window_rope_scaled": False}):
-        with pytest.raises(ConfigError, match="the same rotary positions in all layers"):
+        with pytest.raises(ConfigError, match="all layers have the same rotary embedding"):
             Qwen3(flavor="debug", overrides={**SHAPE, **overrides}).hf_config()
 
 

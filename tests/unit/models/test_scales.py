@@ -17,7 +17,14 @@ from titanlite.generate import CachedLogits
 from titanlite.models.base import Decoder
 
 SCALES = {"residual_scale": 0.3, "attention_scale": 1.7, "logit_scale": 0.6}
-FAMILIES = [("llama3", True), ("llama3", False), ("qwen3", True), ("qwen3", False), ("qwen2", True)]
+FAMILIES = [
+    ("llama3", True),
+    ("llama3", False),
+    ("qwen3", True),
+    ("qwen3", False),
+    ("qwen2", True),
+    ("gemma3", True),
+]
 
 
 def net_of(name: str = "llama3", tied: bool = True, **overrides: Any) -> Decoder:
@@ -67,8 +74,8 @@ def test_residual_scale_multiplies_what_attention_and_mlp_add() -> None:
 def test_folded_scales_make_a_plain_model(name: str, tied: bool) -> None:
     scaled, plain = net_of(name, tied, **SCALES), net_of(name, tied)
     for key, weight in plain.named_parameters():
-        weight.mul_(scaled.export_factor(key))
-        assert plain.export_factor(key) == 1.0
+        weight.mul_(scaled.export_factor(key)).add_(scaled.export_offset(key))
+        assert (plain.export_factor(key), plain.export_offset(key)) == (1.0, 0.0)
     assert torch.allclose(plain(row()), scaled(row()), rtol=1e-4, atol=1e-6)
     for left_out in SCALES:
         other = net_of(name, tied, **{**SCALES, left_out: 1.0})
@@ -81,9 +88,8 @@ def test_transformers_computes_the_same_logits(name: str, tied: bool) -> None:
     pytest.importorskip("transformers")
     component = family(name, tie_word_embeddings=tied, **SCALES)
     net, theirs = random_net(component), hugging_face(component)
-    factors = {key: net.export_factor(key) for key, _ in net.named_parameters()}
     for key, weight in theirs.named_parameters():
-        weight.mul_(factors[key])
+        weight.mul_(net.export_factor(key)).add_(net.export_offset(key))
     assert (net(row()) - theirs(row()).logits).abs().max() < 1e-4
 
 

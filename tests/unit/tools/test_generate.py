@@ -17,6 +17,7 @@ from tests.support.tiers import sampled
 from titanlite import cli
 from titanlite.models.base import ModelFamily
 from titanlite.models.deepseek_v3 import DeepSeekV3
+from titanlite.models.gemma3 import Gemma3
 from titanlite.models.llama3 import Llama3
 from titanlite.models.mistral import Mistral
 from titanlite.models.qwen2 import Qwen2
@@ -41,6 +42,7 @@ FAMILIES = {
     "qwen3 tied": Qwen3(flavor="debug", overrides=SHAPE),
     "qwen2": Qwen2(flavor="debug", overrides=SHAPE),
     "mistral": Mistral(flavor="debug", overrides={**SHAPE, "sliding_window": 7}),
+    "gemma3": Gemma3(flavor="debug", overrides={**SHAPE, "sliding_window": 7, "layer_pattern": "SL"}),
 }
 PROMPTS = ["def main(", "a", "The quick brown"]
 
@@ -75,7 +77,7 @@ def write_directory(folder: Path, family: ModelFamily, **options: Any) -> Path:
     return folder
 
 
-@pytest.fixture(params=sampled(FAMILIES, FAMILIES.keys() - {"qwen2"}))
+@pytest.fixture(params=sampled(FAMILIES, FAMILIES.keys() - {"qwen2", "gemma3"}))
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return write_directory(tmp_path / "hf", FAMILIES[request.param])
 
