@@ -73,6 +73,15 @@ TINY = {  # name: overrides of the job in tests/support/jobs.py
     "olmoe": [
         *("--training.local_batch_size=8", "--model.name=olmoe", "--model.overrides.hidden_dim=0", *EXPERTS)
     ],
+    "gpt_oss": [
+        *(
+            "--training.local_batch_size=8",
+            "--model.name=gpt_oss",
+            "--model.overrides.hidden_dim=0",
+            *EXPERTS,
+        ),
+        *("--model.overrides.sliding_window=24", "--model.overrides.rope_original_max_position=32"),
+    ],
     "deepseek_v3": [
         *("--training.local_batch_size=8", "--model.name=deepseek_v3", *EXPERTS, *LATENT),
         *("--model.overrides.rope_type=yarn", "--model.overrides.rope_factor=4.0"),
