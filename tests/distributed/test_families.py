@@ -168,7 +168,7 @@ def test_control_a_missing_sum_over_heads_is_noticed(run_on) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("family", [QWEN3, QWEN2], ids=lambda family: family["family"])
+@pytest.mark.parametrize("family", [QWEN3, QWEN2, GEMMA3], ids=lambda family: family["family"])
 def test_float8(run_on, family: dict[str, Any], recipe: str) -> None:
     """Norms and biases are not converted, and gradients are equal with and without FSDP."""
     layout = {"float8": recipe, **family}

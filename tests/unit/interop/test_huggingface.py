@@ -48,9 +48,7 @@ def imported(folder: Path, model_family: ModelFamily, dtype: torch.dtype = torch
     [
         ("tied", torch.bfloat16),
         *(
-            pytest.param(
-                variant, torch.float32, marks=() if variant in ("qwen3", "gemma3") else pytest.mark.full
-            )
+            pytest.param(variant, torch.float32, marks=() if variant == "qwen3" else pytest.mark.full)
             for variant in VARIANTS
         ),
     ],
