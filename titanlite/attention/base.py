@@ -190,7 +190,7 @@ class AttentionBackend(Component, kind="attention backend", key="backend"):
             (needs.has_soft_cap, self.supports_soft_cap, SOFT_CAP),
         ):
             if is_needed and not is_supported:
-                choices: list[Any] = list(AttentionBackend.choices.values())
+                choices: list[Any] = [b for name, b in AttentionBackend.choices.items() if name != "auto"]
                 names = [b.name for b in choices if b.supports_softmax(needs) and b.works_on(needs)]
                 raise ConfigError(
                     f"{self.name!r} does not support {feature}, which the model has; working backends: "

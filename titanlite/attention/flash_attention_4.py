@@ -40,6 +40,7 @@ class FlashAttention4(Varlen, name="flash_attention_4"):
     def build(self, needs: AttentionNeeds) -> AttentionBackend:
         """Exchanges torch's flash kernels for FlashAttention 4 in this whole process, and runs forward and
         backward of a short sequence, which compiles kernels for a dozen seconds."""
+        self.check_softmax(needs)
         if reason := obstacle(needs):
             raise ConfigError(f"{self.name!r} {reason}", "attention.backend")
         try:

@@ -15,6 +15,7 @@ from tests.examples.sliding_window import SlidingWindow
 from titanlite.attention import flex
 from titanlite.attention.auto import Auto
 from titanlite.attention.base import Attention, AttentionBackend, AttentionKind, AttentionNeeds, kernels
+from titanlite.attention.flash_attention_4 import FlashAttention4
 from titanlite.attention.flex import Flex, WindowedFlex
 from titanlite.attention.head_tail import HeadTail, HeadTailAttention
 from titanlite.attention.kv_cache import KVCache
@@ -252,7 +253,9 @@ class Outside(SlidingWindow):
     [(SINKS[:1], "attention sinks"), (CAP, "a soft cap of attention scores")],
     ids=["sinks", "cap"],
 )
-@pytest.mark.parametrize("backend", [Varlen, HeadTail, Outside], ids=lambda backend: backend.name)
+@pytest.mark.parametrize(
+    "backend", [Varlen, HeadTail, FlashAttention4, Outside], ids=lambda backend: backend.name
+)
 def test_a_backend_without_them_is_refused(
     backend: type[AttentionBackend], kinds: tuple[AttentionKind, ...], feature: str
 ) -> None:
@@ -264,7 +267,7 @@ def test_a_backend_without_them_is_refused(
     )
     working = str(e.value).rpartition(": ")[2].split(", ")
     assert "sdpa" in working
-    assert not {"flex", "varlen", "head_tail"} & set(working)
+    assert not {"auto", "flex", "varlen", "head_tail", "flash_attention_4"} & set(working)
     assert e.value.key == "attention.backend"
 
 
