@@ -28,6 +28,7 @@ from titanlite.mesh import build_mesh, local_shard
 from titanlite.models.base import ModelFamily
 from titanlite.models.gemma3 import Gemma3
 from titanlite.models.llama3 import Llama3
+from titanlite.models.olmo3 import Olmo3
 from titanlite.models.olmoe import Olmoe
 from titanlite.models.qwen3 import Qwen3
 from titanlite.models.qwen3_moe import Qwen3MoE
@@ -125,7 +126,9 @@ def kept_bytes(model: ModelFamily, tokens: int, compiled: bool = False) -> float
 
 
 @pytest.mark.parametrize(
-    "model", [family(flavor="debug") for family in (Llama3, Qwen3, Gemma3)], ids=lambda model: model.name
+    "model",
+    [family(flavor="debug") for family in (Llama3, Qwen3, Gemma3, Olmo3)],
+    ids=lambda model: model.name,
 )
 def test_kept_tensors_without_the_compiler_are_those_of_autograd(model: Any) -> None:
     shape = BlockShape.of(model.build_on_meta(), size=2, compiled=False, is_float8=False)
