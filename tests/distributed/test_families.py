@@ -33,7 +33,12 @@ GEMMA3: dict[str, Any] = {
     "family": "gemma3",
     "shape": {"head_dim": 16, "sliding_window": 5, "layer_pattern": "SL", "query_pre_attn_scalar": 24},
 }
-OWN = {"qwen2": ["v_proj.bias"], "gemma3": ["q_norm.weight", "k_norm.weight"]}
+OLMO3: dict[str, Any] = {
+    "family": "olmo3",
+    "shape": {"sliding_window": 5, "layer_pattern": "SL", **YARN},
+}
+NORMS = ["q_norm.weight", "k_norm.weight"]
+OWN = {"qwen2": ["v_proj.bias"], "gemma3": NORMS, "olmo3": NORMS}
 
 
 def assert_same(
@@ -84,16 +89,17 @@ def test_gradient_is_the_same_in_a_pipeline(run_on, layout: dict[str, Any]) -> N
         (GEMMA3, 2, {"tp": 2}),
         *(
             full(family, world_size, layout)
-            for family in (QWEN2, MISTRAL, GEMMA3)
+            for family in (QWEN2, MISTRAL, GEMMA3, OLMO3)
             for world_size, layout in [
                 (2, {"tp": 2}), (2, {"cp": 2}), (4, {"tp": 2, "cp": 2}), (4, {"dp_replicate": 2}),
                 (2, {"tp": 2, "tied": False, "compile": "aot_eager"}), (2, {"cp": 2, "compile": "aot_eager"}),
                 (4, {"activation_checkpoint": "full"}), (2, {"activation_checkpoint": "selective"}),
             ]
-            if layout != ({"cp": 2} if family is MISTRAL else {"tp": 2})
+            if family is OLMO3 or layout != ({"cp": 2} if family is MISTRAL else {"tp": 2})
         ),
         *(
-            full(GEMMA3, 2, {"tp": 2, "activation_checkpoint": "selective", "ac_option": option})
+            full(family, 2, {"tp": 2, "activation_checkpoint": "selective", "ac_option": option})
+            for family in (GEMMA3, OLMO3)
             for option in ("norms", "norms+attention", "mlp")
         ),
         # A window that hides no token: the kernel without windows runs.
@@ -110,7 +116,7 @@ def test_gradient_with_biases_or_a_window_is_the_same_on_every_layout(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", [QWEN2, MISTRAL, GEMMA3], ids=lambda family: family["family"])
+@pytest.mark.parametrize("family", [QWEN2, MISTRAL, GEMMA3, OLMO3], ids=lambda family: family["family"])
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"cp": 2}, {"compile": "aot_eager"}], ids=str)
 def test_gradient_with_biases_or_a_window_is_the_same_in_a_pipeline(
     run_on, family: dict[str, Any], layout: dict[str, Any]
@@ -219,6 +225,11 @@ FAMILIES = {
         *("--model.name=gemma3", "--model.overrides.tie_word_embeddings=false"),
         *("--model.overrides.sliding_window=9", "--model.overrides.layer_pattern=SL"),
     ],
+    "olmo3": [
+        *("--model.name=olmo3", "--model.overrides.sliding_window=9", "--model.overrides.layer_pattern=SL"),
+        *("--model.overrides.rope_type=yarn", "--model.overrides.rope_factor=4.0"),
+        "--model.overrides.rope_original_max_position=16",
+    ],
     "parallel_residual": [
         '--job.imports=["tests.support.parallel_residual"]',
         '--model={name = "parallel_residual", flavor = "tiny"}',
@@ -255,7 +266,7 @@ def test_a_run_resumes_to_the_bit(tmp_path: Path, corpus: Path, family: str) -> 
         full("parallel_residual", "cp"),
         *(
             full(family, layout)
-            for family in ("qwen3", "qwen2", "mistral", "mixed", "gpt_oss", "gemma3")
+            for family in ("qwen3", "qwen2", "mistral", "mixed", "gpt_oss", "gemma3", "olmo3")
             for layout in ("fsdp", "tp", "cp", "pp")
         ),
         full("mixed", "cp compiled"),

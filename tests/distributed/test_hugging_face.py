@@ -45,6 +45,7 @@ MODELS = {
     "gemma3, linear": family(
         "gemma3", head_dim=16, layer_pattern="SL", query_pre_attn_scalar=24, **WINDOW, **LINEAR
     ),
+    "olmo3, yarn": family("olmo3", layer_pattern="SL", **WINDOW, **YARN),
 }
 # What makes a difference in each model: the fields to change, or the end of the names of weights to zero.
 CONTROLS: dict[str, dict[str, Any] | str] = {
@@ -58,6 +59,7 @@ CONTROLS: dict[str, dict[str, Any] | str] = {
     "mistral, window": {"sliding_window": 0},
     "mistral, window, llama3": {"sliding_window": 19},
     "gemma3, linear": {"window_rope_theta": 1e3},
+    "olmo3, yarn": {"window_rope_scaled": True},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp_shard 2": (2, {}),
@@ -153,6 +155,7 @@ RUNS: dict[
     "mistral, window": (2, []),
     "mistral, window, llama3": (2, [CP]),
     "gemma3, linear": (4, [TP, CP]),
+    "olmo3, yarn": (4, [PP, TP]),
 }
 
 

@@ -69,6 +69,11 @@ TINY = {  # name: overrides of the job in tests/support/jobs.py
         *("--model.overrides.query_pre_attn_scalar=48", "--model.overrides.layer_pattern=SL"),
         *("--model.overrides.rope_type=linear", "--model.overrides.rope_factor=4.0"),
     ],
+    "olmo3": [
+        *("--training.local_batch_size=8", "--model.name=olmo3", "--model.overrides.sliding_window=24"),
+        *("--model.overrides.layer_pattern=SL", "--model.overrides.rope_type=yarn"),
+        *("--model.overrides.rope_factor=4.0", "--model.overrides.rope_original_max_position=32"),
+    ],
     "qwen3_moe": ["--training.local_batch_size=8", "--model.name=qwen3_moe", *EXPERTS],
     "olmoe": [
         *("--training.local_batch_size=8", "--model.name=olmoe", "--model.overrides.hidden_dim=0", *EXPERTS)

@@ -15,6 +15,7 @@ from titanlite.models.gemma3 import Gemma3
 from titanlite.models.gpt_oss import GptOss
 from titanlite.models.llama3 import Llama3
 from titanlite.models.mistral import Mistral
+from titanlite.models.olmo3 import Olmo3
 from titanlite.models.olmoe import Olmoe
 from titanlite.models.qwen2 import Qwen2
 from titanlite.models.qwen3 import Qwen3
@@ -64,6 +65,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "gemma3": {**GEMMA3, "tie_word_embeddings": False, "rope_type": "linear", "rope_factor": 8.0},
     "gemma3, tied": GEMMA3,
+    "olmo3": {"name": "olmo3", "sliding_window": 12, "layer_pattern": "SL", **YARN},
     "mistral, tied": {"name": "mistral", "tie_word_embeddings": True, "sliding_window": 20},
 }
 
@@ -82,7 +84,7 @@ class Parameters(Decoder):
 
 def family(name: str = "llama3", **overrides: Any) -> ModelFamily:
     """The family of a tiny model with a vocabulary of 258 ids, for raw bytes."""
-    choices = (DeepSeekV3, Gemma3, GptOss, Llama3, Mistral, Olmoe, Qwen2, Qwen3, Qwen3MoE)
+    choices = (DeepSeekV3, Gemma3, GptOss, Llama3, Mistral, Olmo3, Olmoe, Qwen2, Qwen3, Qwen3MoE)
     component = {choice.name: choice for choice in choices}[name]
     return component(flavor="debug", overrides={**SHAPE, **overrides})
 

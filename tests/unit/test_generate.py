@@ -26,6 +26,7 @@ from titanlite.models.base import Decoder
 from titanlite.models.gemma3 import Gemma3
 from titanlite.models.llama3 import Llama3
 from titanlite.models.mistral import Mistral
+from titanlite.models.olmo3 import Olmo3
 from titanlite.models.qwen2 import Qwen2
 from titanlite.models.qwen3 import Qwen3
 from titanlite.tokenizers.bytes import Bytes
@@ -39,6 +40,7 @@ FAMILIES = {
     "qwen2": Qwen2(flavor="debug", overrides={**SHAPE, "vocab_size": 258}),
     "mistral": Mistral(flavor="debug", overrides={**SHAPE, "vocab_size": 258, "sliding_window": 5}),
     "gemma3": Gemma3(flavor="debug", overrides={**SHAPE, "vocab_size": 258, "sliding_window": 5}),
+    "olmo3": Olmo3(flavor="debug", overrides={**SHAPE, "vocab_size": 258, "sliding_window": 5}),
     "one of its own": ParallelResidual(flavor="tiny"),
 }
 PROMPT = [5, 9, 200, 7, 7, 31, 2]

@@ -10,7 +10,8 @@ features of the MLP:
     raw            q + kv, before head norms      out         q   output of attention
     lse            log-sum-exps in fp32, one per query head
 
-A block with norms after attention and MLP, too, also needs their inputs: attended, added, d each.
+A block with norms after attention and MLP, too, also needs their inputs: attended, added, d each. A block
+with norms only there has these in place of n1 and n2: attention and MLP read x and x2.
 
 Of a layer of K experts per token, h is the hidden features of K experts. It computes the inputs of the
 experts and the product again in the backward, and keeps besides:
@@ -55,9 +56,10 @@ OP_OF_EXPERTS = {"x", "q", "v", "out", "lse", "gate", "up", "routing"}
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
     """The sizes of a block, and how it is computed. `size`: bytes of the compute dtype. `is_float8`: its
-    linear layers compute in 8 bits. `num_norms`: 2 or 4, beside the norms of heads. `tp`, `cp`, `ep`:
-    degrees. `gathers_tokens`: whether expert parallel gathers all tokens. `num_experts`, `num_chosen`: the
-    experts of the block and of a token; 0 and 1 for an MLP."""
+    linear layers compute in 8 bits. `num_norms`: 2 or 4, beside the norms of heads. `norms_inputs`: whether
+    there are norms before attention and MLP. `tp`, `cp`, `ep`: degrees. `gathers_tokens`: whether expert
+    parallel gathers all tokens. `num_experts`, `num_chosen`: the experts of the block and of a token; 0 and 1
+    for an MLP."""
 
     d: int
     q: int
@@ -69,6 +71,7 @@ class BlockShape:
     compiled: bool
     is_float8: bool
     num_norms: int = 2
+    norms_inputs: bool = True
     tp: int = 1
     cp: int = 1
     ep: int = 1
@@ -97,6 +100,8 @@ class BlockShape:
             heads=config.n_heads,
             normalizes_heads=any("attn" in name and "norm" in name for name in names),
             num_norms=sum("norm" in name and "attn" not in name for name in names),
+            norms_inputs="post_feedforward_layernorm.weight" not in names
+            or "input_layernorm.weight" in names,
             **experts,
             **how,  # type: ignore[arg-type]
         )
@@ -149,6 +154,11 @@ class BlockShape:
                 tp > 1
             ):  # llama3_8b_6layers_h200x2_tensor_float8.txt: what collectives and casts return is kept
                 kept |= {"n1": self.d, "n2": self.d, "product": self.h * size / tp, "out8": self.q / tp}
+        if not self.norms_inputs:
+            inputs = {"x": kept.pop("n1"), "x2": kept.pop("n2")}
+            kept |= {name: max(read, kept.get(name, 0.0)) for name, read in inputs.items()}
+            output = self.d * size / tp
+            kept |= {"attended": kept.pop("norm1", output), "added": kept.pop("norm2", output)}
         return kept
 
     @property
@@ -216,10 +226,11 @@ def _selective(shape: BlockShape, tensors: Mapping[str, float], option: str, gat
         return Kept(kept + others, max(total - kept, 0.0), 0.0, repeats_mlp=True)
     modules = set(option.split("+"))
     dropped = {name for name in tensors if MODULE_OF.get(name) in modules}
-    if shape.compiled and ATTENTION in modules:
+    if shape.compiled and ATTENTION in modules and shape.norms_inputs:
         dropped.add("n1")  # measured: 51.26 GiB, and 53.26 if it were kept
     if not shape.compiled and NORMS in modules:
         dropped -= {"n1", "n2"}  # inputs of the next layers
+        dropped |= set() if shape.norms_inputs else {"attended", "added"}  # in fp32
     if NORMS in modules:
         # The output of a repeated module that the next one reads is kept: with norms+mlp n2
         # (blind_points_h200.json). norms+attention was not measured.

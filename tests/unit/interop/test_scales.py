@@ -28,7 +28,7 @@ SCALES = {"residual_scale": 0.5, "attention_scale": 1.7, "logit_scale": 0.25}
 
 @pytest.mark.parametrize(
     ("name", "tied"),
-    [("llama3", True), ("qwen3", False), full("qwen3", True), full("gemma3", True)],
+    [("llama3", True), ("qwen3", False), full("qwen3", True), full("gemma3", True), full("olmo3", False)],
 )
 @torch.no_grad()
 def test_an_export_computes_the_logits_of_the_run(

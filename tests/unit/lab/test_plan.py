@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.support.tiers import full, sampled
 from titanlite.attention.sdpa import CAUSAL
 from titanlite.config.component import ConfigError
 from titanlite.job import Job, load_job
-from titanlite.lab.activations import BlockShape
+from titanlite.lab.activations import BlockShape, kept_by_block
 from titanlite.lab.cards import CARDS, Cluster, parse_gpus
 from titanlite.lab.layouts import CLOSE, DOES_NOT_FIT, FITS, assess, fitting_layouts, verdict
 from titanlite.lab.memory import GIB, OUTSIDE, in_flight, rank_memory
@@ -28,12 +29,14 @@ from titanlite.mesh import build_mesh, local_shard
 from titanlite.models.base import ModelFamily
 from titanlite.models.gemma3 import Gemma3
 from titanlite.models.llama3 import Llama3
+from titanlite.models.olmo3 import Olmo3
 from titanlite.models.olmoe import Olmoe
 from titanlite.models.qwen3 import Qwen3
 from titanlite.models.qwen3_moe import Qwen3MoE
 from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import make_state
 from titanlite.optim.muon import Muon
+from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.parallel.apply import parallelize
 from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallelism import Parallelism
@@ -125,7 +128,9 @@ def kept_bytes(model: ModelFamily, tokens: int, compiled: bool = False) -> float
 
 
 @pytest.mark.parametrize(
-    "model", [family(flavor="debug") for family in (Llama3, Qwen3, Gemma3)], ids=lambda model: model.name
+    "model",
+    [family(flavor="debug") for family in (Llama3, Qwen3, Gemma3, Olmo3)],
+    ids=lambda model: model.name,
 )
 def test_kept_tensors_without_the_compiler_are_those_of_autograd(model: Any) -> None:
     shape = BlockShape.of(model.build_on_meta(), size=2, compiled=False, is_float8=False)
@@ -135,6 +140,23 @@ def test_kept_tensors_without_the_compiler_are_those_of_autograd(model: Any) -> 
     measured = kept_bytes(model, 256)
     assert planned + 4 * normed == pytest.approx(measured, rel=0.02)
     assert planned + 4 * normed - 2 * shape.h < 0.95 * measured  # one tensor less is found
+
+
+def test_norms_in_place_of_those_before_need_the_outputs_of_attention_and_mlp() -> None:
+    after = BlockShape.of(Olmo3(flavor="7B").build_on_meta(), size=2, compiled=True, is_float8=False)
+    before = replace(after, norms_inputs=True)
+
+    def difference(option: str) -> float:
+        config = ActivationCheckpoint(mode="selective", selective_ac_option=option)
+        (one,), (other,) = (kept_by_block(shape, config, 1) for shape in (after, before))
+        return one.kept - other.kept
+
+    assert after.tensors().keys() - before.tensors().keys() == {"attended", "added"}
+    assert sum(after.tensors().values()) == sum(before.tensors().values())
+    assert difference("op") == 2 * after.d, "the seventh product"
+    assert difference("attention") == 2 * after.d, "attended"
+    assert difference("mlp") == 0, "added in place of n2"
+    assert difference("norms") == 2 * 2 * after.d, "nothing that repeated norms make is kept"
 
 
 @pytest.mark.parametrize("compiled", [False, True])

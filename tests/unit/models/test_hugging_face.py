@@ -18,12 +18,13 @@ from titanlite.models.gemma3 import Gemma3, Gemma3Config, OffsetNorm
 from titanlite.models.hf_config import read_family
 from titanlite.models.llama3 import Llama3
 from titanlite.models.mistral import Mistral
+from titanlite.models.olmo3 import Olmo3
 from titanlite.models.qwen2 import Qwen2
 from titanlite.models.qwen3 import Qwen3
 
 transformers = pytest.importorskip("transformers")
 
-FAMILIES = (Gemma3, Llama3, Mistral, Qwen2, Qwen3)
+FAMILIES = (Gemma3, Llama3, Mistral, Olmo3, Qwen2, Qwen3)
 SHAPE = {"dim": 64, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "hidden_dim": 96, "vocab_size": 300}
 # With a short original context, positions are in all three ranges of the rope scaling.
 SCALED = {"rope_factor": 8.0, "rope_original_max_position": 64, "rope_theta": 1e4}
@@ -32,6 +33,7 @@ YARN = {"rope_type": "yarn", "rope_factor": 4.0, "rope_original_max_position": 6
 LINEAR = {"rope_type": "linear", "rope_factor": 4.0}
 WINDOW = {"sliding_window": 48}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, **WINDOW}  # three layers: SSL
+OLMO = {"head_dim": 8, **WINDOW, "layer_pattern": "SSL"}
 CASES = {
     "llama3": (Llama3, {"head_dim": 8}),
     "llama3 tied": (Llama3, {"head_dim": 16, "tie_word_embeddings": True}),
@@ -56,9 +58,15 @@ CASES = {
     "gemma3 yarn": (Gemma3, {**GEMMA, **YARN, "window_rope_scaled": True, "rope_theta": 1e6}),
     "gemma3 one base": (Gemma3, {**GEMMA, **LINEAR, "window_rope_theta": 0.0, "layer_pattern": ""}),
     "gemma3 full": (Gemma3, {**GEMMA, "sliding_window": 0, "layer_pattern": ""}),
+    "olmo3": (Olmo3, {**OLMO, **YARN}),
+    "olmo3 tied": (Olmo3, {**OLMO, "head_dim": 16, "layer_pattern": "LS", "tie_word_embeddings": True}),
+    "olmo3 two bases": (Olmo3, {**OLMO, "window_rope_theta": 1e4}),
+    "olmo3 scaled windows": (Olmo3, {**OLMO, **YARN, "window_rope_scaled": True}),
+    "olmo3 full": (Olmo3, {**OLMO, **YARN, "sliding_window": 0, "layer_pattern": ""}),
 }
 DEFAULT_TIER = {
     *list(CASES)[:6], "qwen3 mixed", "qwen2 yarn tied", "mistral window linear", "gemma3 linear tied",
+    "olmo3",
 }  # fmt: skip
 
 
@@ -110,7 +118,7 @@ def test_logits(models) -> None:
 def differences_of_gradients(ours: Decoder, theirs: Any) -> dict[str, float]:
     """The largest difference of each parameter's gradients of the loss of 64 tokens, relative to the largest
     gradient of the parameter."""
-    inputs = tokens().clamp(min=1)  # transformers drops the gradient of Gemma's padding, token 0
+    inputs = tokens().clamp(min=2)  # transformers drops the gradient of padding: Gemma's 0, Olmo 3's 1
     targets = inputs[:, -64:].flatten()
     for logits in (ours(inputs), theirs(inputs).logits):
         torch.nn.functional.cross_entropy(logits[:, -65:-1].flatten(0, 1), targets).backward()
@@ -121,7 +129,7 @@ def differences_of_gradients(ours: Decoder, theirs: Any) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("case", sampled(CASES, {"gemma3 linear tied"}))
+@pytest.mark.parametrize("case", sampled(CASES, {"gemma3 linear tied", "olmo3"}))
 def test_gradients(case: str) -> None:
     differences = differences_of_gradients(*pair(family_of(case)))
     assert max(differences.values()) < 1e-5  # between 1e-6 and 3e-6
@@ -192,6 +200,11 @@ def test_control_each_part_of_a_family_counts() -> None:
         ("gemma3", {"rope_theta": 1e4}),
         ("gemma3", {"query_pre_attn_scalar": 16}),
         ("gemma3 linear tied", {"window_rope_scaled": True}),
+        ("olmo3", {"sliding_window": 49}),
+        ("olmo3", {"layer_pattern": "SLS"}),
+        ("olmo3", {"rope_type": "linear"}),
+        ("olmo3", {"window_rope_scaled": True}),
+        ("olmo3", {"window_rope_theta": 9000.0}),
     ],
     ids=str,
 )
@@ -256,6 +269,9 @@ SIZES = [
     (Gemma3, "4B", 3_880_099_328 + 64 * 2560),
     (Gemma3, "12B", 11_765_788_416 + 64 * 3840),
     (Gemma3, "27B", 27_009_002_240 + 64 * 5376),
+    # OLMo 2's 7B and 32B have the same layers, and 74 rows more in the embedding and in the head.
+    (Olmo3, "7B", 7_298_617_344 - 2 * 74 * 4096),
+    (Olmo3, "32B", 32_234_279_936 - 2 * 74 * 5120),
 ]
 
 
@@ -365,6 +381,17 @@ GEMMA_27B = {
         "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
     },
 }  # fmt: skip
+# Those of Olmo 3 32B's.
+OLMO_32B = {
+    "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "attention_bias": False,
+    "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 27648, "max_position_embeddings": 65536,
+    "num_attention_heads": 40, "num_hidden_layers": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+        "original_max_position_embeddings": 8192, "rope_type": "yarn",
+    },
+    "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 100278,
+}  # fmt: skip
 LINEAR_8 = {"rope_type": "linear", "factor": 8.0}
 YARN_2 = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32768}
 MISTRAL_3 = {**MISTRAL, "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768}
@@ -378,6 +405,9 @@ def test_published_configs(tmp_path: Path) -> None:
     assert read_family(write(tmp_path, MISTRAL_3)) == Mistral(flavor="7B-v0.3")
     assert read_family(write(tmp_path, GEMMA_1B)) == Gemma3(flavor="1B")
     assert read_family(write(tmp_path, GEMMA_27B)) == Gemma3(flavor="27B")
+    assert read_family(write(tmp_path, OLMO_32B)) == Olmo3(flavor="32B")
+    layer_types = ["full_attention" if (i + 1) % 4 == 0 else "sliding_attention" for i in range(64)]
+    assert read_family(write(tmp_path, OLMO_32B | {"layer_types": layer_types})) == Olmo3(flavor="32B")
     multimodal = {"model_type": "gemma3", "text_config": GEMMA_27B, "vision_config": {}}
     assert read_family(write(tmp_path, multimodal)) == Gemma3(flavor="27B")
     before_5 = {key: value for key, value in GEMMA_27B.items() if key != "rope_parameters"}
@@ -650,6 +680,11 @@ def test_the_windows_of_a_qwen_model(
             GEMMA_1B,
             {"final_logit_softcapping": 30.0},
             "final_logit_softcapping = 30.0; only null is supported",
+        ),
+        (
+            OLMO_32B,
+            {"rope_theta": 1e4},
+            "rope_parameters: sliding_attention has no rope_theta: transformers 4 reads rope_theta = 10000.0",
         ),
         (GEMMA_1B, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0; only null is supported"),
         (GEMMA_1B, {"hidden_activation": "gelu"}, 'hidden_activation = "gelu"; only "gelu_pytorch_tanh" is'),

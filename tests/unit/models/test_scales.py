@@ -24,6 +24,7 @@ FAMILIES = [
     ("qwen3", False),
     ("qwen2", True),
     ("gemma3", True),
+    ("olmo3", False),
 ]
 
 

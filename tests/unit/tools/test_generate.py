@@ -20,6 +20,7 @@ from titanlite.models.deepseek_v3 import DeepSeekV3
 from titanlite.models.gemma3 import Gemma3
 from titanlite.models.llama3 import Llama3
 from titanlite.models.mistral import Mistral
+from titanlite.models.olmo3 import Olmo3
 from titanlite.models.qwen2 import Qwen2
 from titanlite.models.qwen3 import Qwen3
 from titanlite.tokenizers.bytes import Bytes
@@ -43,6 +44,7 @@ FAMILIES = {
     "qwen2": Qwen2(flavor="debug", overrides=SHAPE),
     "mistral": Mistral(flavor="debug", overrides={**SHAPE, "sliding_window": 7}),
     "gemma3": Gemma3(flavor="debug", overrides={**SHAPE, "sliding_window": 7, "layer_pattern": "SL"}),
+    "olmo3": Olmo3(flavor="debug", overrides={**SHAPE, "sliding_window": 6, "layer_pattern": "SL"}),
 }
 PROMPTS = ["def main(", "a", "The quick brown"]
 
@@ -77,7 +79,7 @@ def write_directory(folder: Path, family: ModelFamily, **options: Any) -> Path:
     return folder
 
 
-@pytest.fixture(params=sampled(FAMILIES, FAMILIES.keys() - {"qwen2", "gemma3"}))
+@pytest.fixture(params=sampled(FAMILIES, FAMILIES.keys() - {"qwen2", "gemma3", "olmo3"}))
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return write_directory(tmp_path / "hf", FAMILIES[request.param])
 
