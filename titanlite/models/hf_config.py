@@ -94,7 +94,7 @@ def _check_equal_ropes(config: RotaryConfig) -> None:
         raise ConfigError(
             f"window_rope_theta = {config.window_rope_theta}, window_rope_scaled = "
             f"{json.dumps(config.window_rope_scaled)}: in Hugging Face's form of this family all layers have "
-            "the same rotary embedding; 'gemma3' has two",
+            "the same rotary embedding; 'gemma3' and 'olmo3' have two",
             "model.overrides.window_rope_theta",
         )
 
