@@ -37,6 +37,14 @@ ROPE_FIELDS = {  # the fields that each type of rotary scaling reads
 }  # fmt: skip
 
 
+def shortest_pattern(pattern: str, num_layers: int) -> str:
+    """The shortest string whose repetition gives `num_layers` layers the letters that the repetition of
+    `pattern` gives them. Its cost does not depend on the number of layers, which may come from a file."""
+    pattern = pattern[:num_layers]
+    letters = (pattern * 2)[:num_layers]
+    return next(pattern[:n] for n in range(1, len(pattern) + 1) if letters[n:] == letters[:-n])
+
+
 class LayerKind(NamedTuple):
     """What differs between the layers of a model. `rope`: base and scaling of the rotary positions."""
 
@@ -117,17 +125,22 @@ class RotaryConfig(DecoderConfig):
             )
         if "S" in self.layer_pattern and not self.sliding_window:
             raise ConfigError(f"layer_pattern = {self.layer_pattern!r} needs a sliding_window above 0")
-        if "S" not in self.layer_letters and self.sliding_window:
+        if "S" not in self.shortest_pattern and self.sliding_window:
             raise ConfigError(
                 f"layer_pattern = {self.layer_pattern!r}: none of the {self.n_layers} layers is S, so that "
                 f"sliding_window = {self.sliding_window} has no effect; set it to 0"
             )
 
     @property
+    def shortest_pattern(self) -> str:
+        """The shortest layer_pattern that gives the layers their letters."""
+        return shortest_pattern(self.layer_pattern or ("S" if self.sliding_window else "L"), self.n_layers)
+
+    @property
     def layer_letters(self) -> str:
         """The letter of each layer, as layer_pattern describes it."""
-        pattern = self.layer_pattern or ("S" if self.sliding_window else "L")
-        return (pattern * self.n_layers)[: self.n_layers]
+        pattern = self.shortest_pattern
+        return (pattern * -(-self.n_layers // len(pattern)))[: self.n_layers]
 
     @property
     def layer_kinds(self) -> list[LayerKind]:
@@ -146,12 +159,12 @@ class RotaryConfig(DecoderConfig):
     def architecture_fields(self) -> dict[str, Any]:
         used = {"rope_type"} | ROPE_FIELDS[self.rope_type] if self.rope_factor != 1.0 else {"rope_factor"}
         without_effect = {"rope_type"}.union(INIT_FIELDS, *ROPE_FIELDS.values()) - used
-        if "S" not in self.layer_letters:
+        if "S" not in self.shortest_pattern:
             without_effect |= {"window_rope_theta", "window_rope_scaled"}
         elif self.rope_factor == 1.0:
             without_effect.add("window_rope_scaled")
         fields = super().architecture_fields() | {
-            "layer_pattern": self.layer_letters,
+            "layer_pattern": self.shortest_pattern,
             "window_rope_theta": self.window_rope_theta or self.rope_theta,
         }
         return {key: value for key, value in fields.items() if key not in without_effect}

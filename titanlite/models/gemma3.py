@@ -24,7 +24,6 @@ from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.decoder import RotaryConfig, RotaryDecoder
 from titanlite.models.hf_config import (
     DEFAULT_WINDOW,
-    LAYER_TYPES,
     from_hf,
     layers_from_hf,
     layers_to_hf,
@@ -130,20 +129,20 @@ class Gemma3(ModelFamily, name="gemma3"):
             tie_word_embeddings=True, rope_theta=1e6, rope_local_base_freq=1e4,
         )  # fmt: skip
         layers, window = fields["n_layers"], config.get("sliding_window", DEFAULT_WINDOW)
-        layer_types = config.get("layer_types") or _layer_types(layers, config.get("sliding_window_pattern"))
+        default = _pattern(layers, config.get("sliding_window_pattern"))
         scalar = config.get("query_pre_attn_scalar")
         fields["query_pre_attn_scalar"] = 256 if scalar is None else scalar
-        return cls.of_shape(fields | layers_from_hf(layer_types, layers, window))
+        return cls.of_shape(fields | layers_from_hf(config.get("layer_types"), layers, window, default))
 
 
-def _layer_types(num_layers: int, pattern: Any) -> list[str]:
-    """layer_types of a config.json without this key: every `pattern`-th layer has full attention."""
+def _pattern(num_layers: int, pattern: Any) -> str:
+    """layer_pattern of a config.json without layer_types: every `pattern`-th layer has full attention."""
     pattern = PATTERN if pattern is None else pattern
     if type(pattern) is not int or pattern < 1:
         raise ConfigError(
             f"config.json: sliding_window_pattern = {json.dumps(pattern)} is not a number of layers"
         )
-    return [LAYER_TYPES["S" if (i + 1) % pattern else "L"] for i in range(num_layers)]
+    return "S" * (min(pattern, num_layers + 1) - 1) + "L"
 
 
 class OffsetNorm(RMSNorm):

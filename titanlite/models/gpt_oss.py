@@ -96,7 +96,7 @@ FLAVORS = {
     "120B": GptOssConfig(n_layers=36, n_experts=128),
 }  # fmt: skip
 # transformers' layers and rotary scaling for a config.json that lacks them
-DEFAULT_LAYERS = ("sliding_attention", "full_attention")
+PATTERN = "SL"  # also without layer_types
 DEFAULT_ROPE = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
@@ -147,11 +147,12 @@ class GptOss(MoEFamily, name="gpt_oss"):
         }  # fmt: skip
         fields = from_hf(config, ("attention_bias",), **defaults)
         moe_hidden_dim, num_layers = fields.pop("hidden_dim"), fields["n_layers"]
-        layer_types = config.get("layer_types", [DEFAULT_LAYERS[i % 2] for i in range(num_layers)])
         return cls.of_shape(
             {
                 **fields,
-                **layers_from_hf(layer_types, num_layers, config.get("sliding_window", 128)),
+                **layers_from_hf(
+                    config.get("layer_types"), num_layers, config.get("sliding_window", 128), PATTERN
+                ),
                 **experts_from_hf(config | {"norm_topk_prob": True}),
                 "moe_hidden_dim": moe_hidden_dim,
                 "swiglu_limit": config.get("swiglu_limit", 7.0),

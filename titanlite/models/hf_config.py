@@ -17,7 +17,7 @@ from titanlite.config.component import ConfigError
 from titanlite.config.json_file import read_object
 from titanlite.config.paths import PathText
 from titanlite.models.base import Decoder, ModelFamily
-from titanlite.models.decoder import ROPE_FIELDS, RotaryConfig
+from titanlite.models.decoder import ROPE_FIELDS, RotaryConfig, shortest_pattern
 
 FIELDS = {  # Hugging Face's name: field of RotaryConfig
     "vocab_size": "vocab_size",
@@ -210,25 +210,22 @@ def _yarn_attention_factor(rope: dict[str, Any]) -> float:
     return (over * log + 1.0) / (under * log + 1.0)
 
 
-def layers_from_hf(layer_types: Any, num_layers: int, window: int) -> dict[str, Any]:
+def layers_from_hf(layer_types: Any, num_layers: int, window: int, default: str) -> dict[str, Any]:
     """`sliding_window` and `layer_pattern` of a RotaryConfig, from the list `layer_types` of a config.json.
-    `window`: of the layers that have one."""
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        raise ConfigError(f"config.json: layer_types is not a list of {num_layers} layers")
-    for layer_type in layer_types:
-        if layer_type not in LAYER_TYPES.values():
-            raise ConfigError(f"config.json: layer_types: {json.dumps(layer_type)} is not supported")
-    letters = {layer_type: letter for letter, layer_type in LAYER_TYPES.items()}
-    pattern = "".join(letters[layer_type] for layer_type in layer_types)
+    `window`: of the layers that have one. `default`: layer_pattern if the list is missing or empty."""
+    pattern = default
+    if layer_types:
+        if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+            raise ConfigError(f"config.json: layer_types is not a list of {num_layers} layers")
+        for layer_type in layer_types:
+            if layer_type not in LAYER_TYPES.values():
+                raise ConfigError(f"config.json: layer_types: {json.dumps(layer_type)} is not supported")
+        letters = {layer_type: letter for letter, layer_type in LAYER_TYPES.items()}
+        pattern = "".join(letters[layer_type] for layer_type in layer_types)
+    pattern = shortest_pattern(pattern, num_layers)
     if "S" not in pattern:
         return {"sliding_window": 0, "layer_pattern": ""}
-    return {"sliding_window": window, "layer_pattern": shortest_pattern(pattern) if "L" in pattern else ""}
-
-
-def shortest_pattern(letters: str) -> str:
-    """The shortest string whose repetition begins with `letters`."""
-    sizes = range(1, len(letters) + 1)
-    return next(letters[:n] for n in sizes if (letters[:n] * len(letters))[: len(letters)] == letters)
+    return {"sliding_window": window, "layer_pattern": pattern if "L" in pattern else ""}
 
 
 def layers_to_hf(config: RotaryConfig) -> dict[str, Any]:
@@ -242,13 +239,14 @@ def qwen_window(config: dict[str, Any], num_layers: int) -> dict[str, Any]:
     `layer_types`, the layers from the number max_window_layers on have the window."""
     if not config.get("use_sliding_window") or config.get("sliding_window", DEFAULT_WINDOW) is None:
         return {"sliding_window": 0, "layer_pattern": ""}
-    layer_types = config.get("layer_types")
+    layer_types, default = config.get("layer_types"), ""
     if not layer_types:
         first = config.get("max_window_layers", DEFAULT_WINDOW_LAYERS)
         if type(first) is not int:
             raise ConfigError(f"config.json: max_window_layers = {json.dumps(first)} is not an integer")
-        layer_types = [LAYER_TYPES["L" if i < first else "S"] for i in range(num_layers)]
-    return layers_from_hf(layer_types, num_layers, config.get("sliding_window", DEFAULT_WINDOW))
+        mixed = 0 < first < num_layers
+        default = "L" * first + "S" * (num_layers - first) if mixed else "S" if first <= 0 else "L"
+    return layers_from_hf(layer_types, num_layers, config.get("sliding_window", DEFAULT_WINDOW), default)
 
 
 def qwen_window_to_hf(config: RotaryConfig) -> dict[str, Any]:
@@ -262,7 +260,7 @@ def qwen_window_to_hf(config: RotaryConfig) -> dict[str, Any]:
 def check_equal_layers(config: RotaryConfig) -> None:
     """Raises ConfigError if layers have attention of different kinds, for families whose Hugging Face form
     has one kind."""
-    if len(set(config.layer_letters)) > 1:
+    if len(config.shortest_pattern) > 1:
         raise ConfigError(
             f"layer_pattern = {config.layer_pattern!r}: in Hugging Face's form of this family all layers "
             "have the same attention; 'qwen3' has layers of several kinds",

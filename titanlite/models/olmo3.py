@@ -98,10 +98,8 @@ class Olmo3(ModelFamily, name="olmo3"):
                 f"rope_theta = {config['rope_theta']}, transformers 5 {ROPE_THETA}; write it there"
             )
         layers = fields["n_layers"]
-        repeated = [LAYER_TYPES[PATTERN[i % len(PATTERN)]] for i in range(layers)]
-        layer_types = config.get("layer_types") or repeated
         window = config.get("sliding_window", DEFAULT_WINDOW)
-        return cls.of_shape(fields | layers_from_hf(layer_types, layers, window))
+        return cls.of_shape(fields | layers_from_hf(config.get("layer_types"), layers, window, PATTERN))
 
 
 class Block(decoder.Block):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from titanlite.attention.base import AttentionKind, AttentionNeeds, kernels
 from titanlite.attention.sdpa import CAUSAL, SDPA
 from titanlite.config.component import ConfigError
 from titanlite.interop.weights import contradictions
-from titanlite.models.base import Decoder
+from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.qwen3 import Qwen3
 
 SHAPE = {"dim": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "hidden_dim": 48}
@@ -65,6 +66,7 @@ def test_patterns_with_the_same_layers_are_one_architecture() -> None:
         return Qwen3(flavor="debug", overrides={**SHAPE, **overrides}).config.architecture_fields()
 
     assert fields(sliding_window=4, layer_pattern="SL") == fields(sliding_window=4, layer_pattern="SLS")
+    assert fields(sliding_window=4, layer_pattern="SLL") == fields(sliding_window=4, layer_pattern="SLLSL")
     assert fields(sliding_window=4, layer_pattern="S") == fields(sliding_window=4)
     assert fields(sliding_window=4, layer_pattern="SL") != fields(sliding_window=4, layer_pattern="LS")
     assert contradictions(fields(**MIXED), fields(**{**MIXED, "window_rope_theta": 60.0}))
@@ -146,3 +148,14 @@ def test_the_log_names_the_kernel_of_each_kind(monkeypatch: pytest.MonkeyPatch) 
     assert kernels(SDPA(), needs, kinds) == "flash (full, 1 layer), flex (window 4, 2 layers)"
     assert kernels(SDPA(), needs, kinds[1:]) == "flex (window 4, 2 layers)"
     assert kernels(SDPA(), needs, kinds[:1]) == "flash"
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3", "gpt_oss", "olmo3"])
+def test_a_file_that_claims_a_billion_layers_costs_nothing(family: str) -> None:
+    choice: Any = ModelFamily.choices[family]
+    config = choice(flavor="debug").hf_config() | {"num_hidden_layers": 10**9}
+    config.pop("layer_types", None)
+    began = time.process_time()
+    fields = choice.from_hf_config(config).config.architecture_fields()
+    assert time.process_time() - began < 1
+    assert fields["n_layers"] == 10**9
