@@ -22,8 +22,8 @@ POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 by its three low bit
 
 
 def dequantized(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return the tensors, in which blocks and scales are replaced by the bf16 tensors that they stand for;
-    what is read of these is dequantised then. Raises ConfigError for blocks without fitting scales."""
+    """Return the tensors, in which bf16 tensors replace their blocks and scales. A read dequantises its
+    region. Raises ConfigError for blocks without fitting scales."""
     result = dict(tensors)
     for name, blocks in tensors.items():
         base = name.removesuffix(BLOCKS)

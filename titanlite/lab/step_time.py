@@ -6,8 +6,8 @@ products, which are not repeated; r: share of the blocks whose forward is repeat
 size E.
 
     matrix products   (6 N + 2 r N_b) t FLOPs
-    attention         (6 + 2 r) L H E T t FLOPs: half of 12 L H E T t, because it is causal; of layers with a
-                      window W below T, 12 H E W (1 - W / 2T) t with r = 0
+    attention         (6 + 2 r) L H E T t FLOPs: half of 12 L H E T t, because it is causal; in a layer
+                      with a window W below T, (12 + 4 r) H E W (1 - W / 2T) t
     memory traffic    5 x (bytes of kept activations and logits)
     optimizer         16 bytes per parameter and twice its state, and Optimizer.step_flops
     communication     FSDP gathers weights in the compute dtype once or twice per micro-batch, and reduces

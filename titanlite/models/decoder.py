@@ -46,7 +46,7 @@ def shortest_pattern(pattern: str, num_layers: int) -> str:
 
 
 class LayerKind(NamedTuple):
-    """What differs between the layers of a model. `rope`: base and scaling of the rotary positions."""
+    """Attention and rotary positions of a layer. `rope`: base and scaling of the rotary positions."""
 
     attention: AttentionKind
     rope: tuple[float, RopeScaling]

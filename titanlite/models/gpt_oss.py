@@ -85,7 +85,8 @@ class GptOssConfig(MoEConfig):
         return [kind._replace(attention=kind.attention._replace(has_sinks=True)) for kind in kinds]
 
 
-# The fields of config.json in openai/gpt-oss-20b and openai/gpt-oss-120b on huggingface.co.
+# 20B and 120B have as many parameters as OpenAI's model card says. Their fields were not compared with the
+# published config.json.
 FLAVORS = {
     "debug": GptOssConfig(
         dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, vocab_size=8192, max_position=2048,
@@ -95,8 +96,8 @@ FLAVORS = {
     "20B": GptOssConfig(n_layers=24, n_experts=32),
     "120B": GptOssConfig(n_layers=36, n_experts=128),
 }  # fmt: skip
-# transformers' layers and rotary scaling for a config.json that lacks them
-PATTERN = "SL"  # also without layer_types
+# transformers' layers and rotary scaling for a config.json without layer_types and rope_parameters
+PATTERN = "SL"
 DEFAULT_ROPE = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
@@ -212,7 +213,7 @@ def clamped_backward(
 
 
 class _ClampedProduct(torch.autograd.Function):
-    """The function of `clamped_product`; what it keeps, gathers and computes again is as in
+    """The function of `clamped_product`. It keeps, gathers and computes again the same tensors as
     moe._ExpertProduct."""
 
     @staticmethod
