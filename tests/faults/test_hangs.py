@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.gpu import trained
+from tests.support.gpu import LAUNCHER, trained
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 TP = "--parallelism.tensor_parallel_degree=2"
@@ -40,7 +40,7 @@ def test_the_rank_that_hangs_is_named(
     tmp_path: Path, corpus: Path, ranks: int, hang: str, overrides: list[str], line: str
 ) -> None:
     options = ["--comm.train_timeout_seconds=10", '--job.imports=["tests.support.hanging"]', *overrides]
-    log = trained(tmp_path, corpus, *options, code=1, NGPU=str(ranks), HANG=hang)
+    log = trained(tmp_path, corpus, *options, code=1, ngpu=ranks, program=LAUNCHER, HANG=hang)
     lines = [one.removeprefix("titanlite: ") for one in log.splitlines() if "missing from" in one]
     assert len(lines) == 1, log
     assert re.fullmatch(line, lines[0]), lines[0]

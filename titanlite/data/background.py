@@ -40,14 +40,16 @@ class Background(Generic[Item]):
         self.while_waiting = while_waiting
         self._requests: SimpleQueue[bool] = SimpleQueue()
         self._answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-        self._other_processes, self._taken = set(multiprocessing.active_children()), 0
-        self._workers: list[BaseProcess] = []
-        self._killed = False
+        self._taken, self._killed = 0, False
+        other_processes = set(multiprocessing.active_children())
         arguments = (start, self._requests, self._answers)
         self._thread = threading.Thread(target=_read, args=arguments, name="loader", daemon=True)
         self._thread.start()
-        self._wait()  # this thread must not run while the other thread forks
-        self._workers += self._children()
+        _, error = self._answers.get()  # this thread must not run while the other thread forks
+        self._workers = _started_since(other_processes)
+        if error is not None:
+            self._kill()
+            raise error
         # At exit Python ends daemonic children by SIGTERM, which loader workers ignore, and a thread that
         # runs torch's code while the interpreter exits aborts the process. So end the workers and the thread
         # first.
@@ -105,29 +107,20 @@ class Background(Generic[Item]):
                 raise LoaderError(f"loader worker {number} (pid {worker.pid}) {how}{reason}") from error
 
     def _next_worker(self) -> str:
-        if not self._workers:
-            pids = ", ".join(str(worker.pid) for worker in self._children())
-            return f"one of the starting loader workers (pid {pids})"
         number = self._taken % len(self._workers)  # workers send items in turn
         return f"loader worker {number} (pid {self._workers[number].pid})"
 
-    def _children(self) -> list[BaseProcess]:
-        """Return the processes that `start` started, in order. Their names end in ascending numbers: `-3`, or
-        `-36:3` if this process is the 36th child of another process."""
-        started = set(multiprocessing.active_children()) - self._other_processes
-        return sorted(started, key=lambda child: int(re.split("[-:]", child.name)[-1]))
-
     def _kill(self) -> None:
         self._killed = True
-        if not self._workers:  # the thread may be about to start a worker
-            self._requests.put(False)
-            deadline = time.monotonic() + EXIT_TIMEOUT_S
-            while self._thread.is_alive() and time.monotonic() < deadline:
-                for worker in self._children():
-                    worker.kill()
-                self._thread.join(0.05)
-        for worker in self._workers or self._children():
+        for worker in self._workers:
             worker.kill()
+
+
+def _started_since(other_processes: set[BaseProcess]) -> list[BaseProcess]:
+    """Return the child processes that started after `other_processes`, in order. Their names end in ascending
+    numbers: `-3`, or `-36:3` if this process is the 36th child of another process."""
+    started = set(multiprocessing.active_children()) - other_processes
+    return sorted(started, key=lambda child: int(re.split("[-:]", child.name)[-1]))
 
 
 def _end(requests: SimpleQueue[bool], thread: threading.Thread, workers: list[BaseProcess]) -> None:

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -22,7 +21,6 @@ from torch.utils.data._utils import signal_handling
 
 from titanlite.config.component import ConfigError
 from titanlite.data import background, dataset, loader
-from titanlite.data.background import Background
 from titanlite.data.batch import MicroBatch
 from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.step_sizes import StepSizes
@@ -157,43 +155,13 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_message() -> None:
         next(stream)
 
 
-@pytest.mark.full
 def test_workers_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_set_up_worker", lambda worker: os.kill(os.getpid(), signal.SIGSTOP))
     waiting, others = Waiting(), set(workers())
     with pytest.raises(GivenUp):
-        iter(made(Numbers(), 2, waiting))
-    assert waiting.seen[-1][1].startswith("one of the starting loader workers (pid ")
+        next(made(Numbers(), 2, waiting))
+    assert waiting.seen[-1][1].startswith("loader worker 0 (pid ")
     until(lambda: set(workers()) <= others)
-
-
-def test_a_worker_that_is_started_after_the_wait_has_ended_is_killed_too() -> None:
-    """The first of two workers does not answer; the second starts while the first is killed."""
-    waiting, others = Waiting(), set(workers())
-    given_up, started = threading.Event(), threading.Event()
-
-    def start() -> Iterator[None]:
-        multiprocessing.Process(target=_stop, daemon=True).start()
-        assert given_up.wait(LIMIT_S)
-        multiprocessing.Process(target=_stop, daemon=True).start()
-        started.set()
-        return iter([None])
-
-    def end_the_wait(waited_s: float, worker: str) -> None:
-        try:
-            waiting(waited_s, worker)
-        except GivenUp:
-            threading.Timer(0.2, given_up.set).start()
-            raise
-
-    with pytest.raises(GivenUp):
-        Background(start, end_the_wait)
-    assert started.wait(LIMIT_S)
-    until(lambda: set(workers()) <= others)
-
-
-def _stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def test_a_closed_loader_leaves_nothing_for_the_end_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
