@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from titanlite.attention.base import AttentionBackend, AttentionNeeds, kernels
+from titanlite.attention.linear import build_attention
 from titanlite.checkpoint.checkpointer import Checkpointer, RunRecord
 from titanlite.checkpoint.lock import FolderLock
 from titanlite.checkpoint.resume import Candidate
@@ -150,7 +151,7 @@ def check_device(
         context_parallel=job.parallelism.context_parallel_degree > 1,
         kinds=tuple(dict.fromkeys(kinds)),
     )
-    attention = job.attention.build(needs)
+    attention = build_attention(job.attention, needs)
     return attention, kernels(attention, needs, kinds)
 
 

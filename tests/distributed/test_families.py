@@ -37,8 +37,18 @@ OLMO3: dict[str, Any] = {
     "family": "olmo3",
     "shape": {"sliding_window": 5, "layer_pattern": "SL", **YARN},
 }
+QWEN3_5: dict[str, Any] = {
+    "family": "qwen3_5",
+    "shape": {
+        "n_layers": 3, "layer_pattern": "DLD", "head_dim": 16, "delta_n_k_heads": 2, "delta_n_v_heads": 4,
+        "delta_k_head_dim": 8, "delta_v_head_dim": 8,
+    },
+}  # fmt: skip
+DEFAULT_TIER: dict[str, dict[str, Any]] = {
+    "mistral": {"cp": 2}, "qwen2": {"tp": 2}, "gemma3": {"tp": 2}, "qwen3_5": {"tp": 2, "cp": 2},
+}  # fmt: skip
 NORMS = ["q_norm.weight", "k_norm.weight"]
-OWN = {"qwen2": ["v_proj.bias"], "gemma3": NORMS, "olmo3": NORMS}
+OWN = {"qwen2": ["v_proj.bias"], "gemma3": NORMS, "olmo3": NORMS, "qwen3_5": NORMS}
 
 
 def assert_same(
@@ -84,22 +94,21 @@ def test_gradient_is_the_same_in_a_pipeline(run_on, layout: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("family", "world_size", "layout"),
     [
-        (MISTRAL, 2, {"cp": 2}),
-        (QWEN2, 2, {"tp": 2}),
-        (GEMMA3, 2, {"tp": 2}),
+        *((family, 2, DEFAULT_TIER[family["family"]]) for family in (MISTRAL, QWEN2, GEMMA3)),
+        (QWEN3_5, 4, DEFAULT_TIER["qwen3_5"]),
         *(
             full(family, world_size, layout)
-            for family in (QWEN2, MISTRAL, GEMMA3, OLMO3)
+            for family in (QWEN2, MISTRAL, GEMMA3, OLMO3, QWEN3_5)
             for world_size, layout in [
                 (2, {"tp": 2}), (2, {"cp": 2}), (4, {"tp": 2, "cp": 2}), (4, {"dp_replicate": 2}),
                 (2, {"tp": 2, "tied": False, "compile": "aot_eager"}), (2, {"cp": 2, "compile": "aot_eager"}),
                 (4, {"activation_checkpoint": "full"}), (2, {"activation_checkpoint": "selective"}),
             ]
-            if family is OLMO3 or layout != ({"cp": 2} if family is MISTRAL else {"tp": 2})
+            if layout != DEFAULT_TIER.get(family["family"])
         ),
         *(
             full(family, 2, {"tp": 2, "activation_checkpoint": "selective", "ac_option": option})
-            for family in (GEMMA3, OLMO3)
+            for family in (GEMMA3, OLMO3, QWEN3_5)
             for option in ("norms", "norms+attention", "mlp")
         ),
         # A window that hides no token: the kernel without windows runs.
@@ -116,7 +125,9 @@ def test_gradient_with_biases_or_a_window_is_the_same_on_every_layout(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", [QWEN2, MISTRAL, GEMMA3, OLMO3], ids=lambda family: family["family"])
+@pytest.mark.parametrize(
+    "family", [QWEN2, MISTRAL, GEMMA3, OLMO3, QWEN3_5], ids=lambda family: family["family"]
+)
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"cp": 2}, {"compile": "aot_eager"}], ids=str)
 def test_gradient_with_biases_or_a_window_is_the_same_in_a_pipeline(
     run_on, family: dict[str, Any], layout: dict[str, Any]

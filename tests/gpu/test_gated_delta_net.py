@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlite.config.component import ConfigError
-from titanlite.models.gated_delta_net import GatedDeltaNet, GatedDeltaNetCache
-from titanlite.models.gated_delta_rule import gated_delta_rule, l2_normalized
-from titanlite.models.gated_delta_rule_kernels import (
+from titanlite.attention.gated_delta_rule import gated_delta_rule, l2_normalized
+from titanlite.attention.gated_delta_rule_kernels import (
     Documents,
     Rule,
     RuleInputs,
@@ -23,6 +21,9 @@ from titanlite.models.gated_delta_rule_kernels import (
     obstacle,
     torch_rule,
 )
+from titanlite.attention.linear import CachedLinearAttention, LinearAttention
+from titanlite.config.component import ConfigError
+from titanlite.models.gated_delta_net import GatedDeltaNet
 
 
 def reason() -> str:
@@ -57,11 +58,11 @@ def trainable(*tensors: torch.Tensor) -> RuleInputs:
 
 def packed() -> Documents:
     """Documents that begin within chunks, at a chunk, and one token long; the last sequence has one."""
-    positions = torch.arange(T).repeat(3, 1)
-    for sequence, starts in enumerate(([64, 65, 200], [130, 499])):
-        for start in starts:
-            positions[sequence, start:] = torch.arange(T - start)
-    return Documents.from_positions(positions, CUDA)
+    starts = torch.zeros(3, T, dtype=torch.bool)
+    starts[:, 0] = True
+    for sequence, begins in enumerate(([64, 65, 200], [130, 499])):
+        starts[sequence, begins] = True
+    return Documents.of(starts.cuda(), int(starts.sum()))
 
 
 def results(rule: Rule, tensors: RuleInputs, documents: Documents | None) -> list[torch.Tensor]:
@@ -109,6 +110,25 @@ def test_the_state_goes_into_the_kernels() -> None:
 
 
 @needs_kernels
+def test_documents_continue_a_state() -> None:
+    """With empty documents at the end, whose number is an upper bound: equal to the reference in fp32."""
+    tensors = inputs((2, 4, 64, 64), torch.bfloat16)
+    starts = packed().starts.clone()
+    starts[1:, 0] = False
+    documents = Documents.of(starts, 40)
+    state = torch.randn(3, 4, 64, 64, generator=torch.Generator().manual_seed(4)).cuda().requires_grad_()
+    found = []
+    for rule, given in ((fla_rule, tensors), (torch_rule, trainable(*(x.float() for x in tensors)))):
+        out, last = rule(given, state, documents, True)
+        loss = out.float().square().sum() + last.square().sum()
+        found.append([out, last, *torch.autograd.grad(loss, (*given, state))])
+    for ours, exact in zip(*found):
+        assert (ours.float() - exact).norm() <= 2e-2 * exact.norm()
+    assert not found[0][-1][0].any()
+    assert found[0][-1][1].any()  # control: the second sequence continues a document
+
+
+@needs_kernels
 def test_no_bit_of_another_document_reaches_a_token() -> None:
     tensors = inputs((2, 4, 64, 64), torch.bfloat16)
     documents, inside = packed(), slice(65, 200)
@@ -123,7 +143,7 @@ def test_no_bit_of_another_document_reaches_a_token() -> None:
 
 
 def layer() -> GatedDeltaNet:
-    net = GatedDeltaNet(256, 2, 4, 64, 64, norm_eps=1e-6).cuda()
+    net = GatedDeltaNet(256, (2, 4), (64, 64), norm_eps=1e-6).cuda()
     g = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, p in net.named_parameters():
@@ -140,11 +160,11 @@ def test_the_layer_trains_as_in_fp32(documents: bool, compiled: bool) -> None:
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         net, own = layer(), x.to(dtype).requires_grad_()
-        net.choose_kernel(CUDA, dtype)
-        assert net.rule is (torch_rule if dtype == torch.float32 else fla_rule)
+        rule = kernel_for(CUDA, dtype)
+        assert rule is (torch_rule if dtype == torch.float32 else fla_rule)
         if compiled and dtype == torch.bfloat16:
             net.compile(fullgraph=True, dynamic=False)
-        out = net(own, packed() if documents else None)
+        out = net(own, own, own, LinearAttention(rule, packed() if documents else None))
         out.float().square().sum().backward()
         found.append([y.detach().float() for y in (out, own.grad, *(p.grad for p in net.parameters()))])
     for name, exact, ours in zip(("out", "x", *dict(layer().named_parameters())), *found):
@@ -155,13 +175,15 @@ def test_the_layer_trains_as_in_fp32(documents: bool, compiled: bool) -> None:
 @torch.no_grad()
 def test_decoding_continues_from_the_kernels() -> None:
     net = layer().bfloat16()
-    net.choose_kernel(CUDA, torch.bfloat16)
     x = torch.randn(3, 150, 256, generator=torch.Generator().manual_seed(3)).cuda().bfloat16()
-    cache = GatedDeltaNetCache()
-    outs = [net(part, cache=cache) for part in x.split((140, *[1] * 10), dim=1)]
-    whole = net(x)
+    decoding, outs = CachedLinearAttention(), []
+    decoding.rule = fla_rule
+    for part in x.split((140, *[1] * 10), dim=1):
+        decoding.begin_forward()
+        outs.append(net(part, part, part, decoding))
+    whole = net(x, x, x, LinearAttention(fla_rule))
     assert (torch.cat(outs, 1) - whole).float().norm() <= 2e-2 * whole.float().norm()
-    forgetful = torch.cat([net(part, cache=GatedDeltaNetCache()) for part in x.split(1, dim=1)], 1)
+    forgetful = torch.cat([net(part, part, part, LinearAttention()) for part in x.split(1, dim=1)], 1)
     assert (forgetful - whole).float().norm() > 0.1 * whole.float().norm()  # control
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 import tests.support.auxiliary  # noqa: F401  (registers its family)
 import titanlite.job  # noqa: F401  (registers the model families)
 from titanlite.attention.base import AttentionBackend, AttentionNeeds
+from titanlite.attention.linear import build_attention
 from titanlite.data.batch import IGNORE, Batch
 from titanlite.losses import ChunkedCrossEntropy, CrossEntropy
 from titanlite.mesh import build_mesh
@@ -65,7 +66,7 @@ def build(
         context_parallel=mesh.degrees.cp > 1, kinds=tuple(net.config.attention_kinds),
     )  # fmt: skip
     settings = ParallelSettings(
-        attention=AttentionBackend.choices[options.get("attention", "auto")]().build(needs),
+        attention=build_attention(AttentionBackend.choices[options.get("attention", "auto")](), needs),
         float8=Float8(
             enable="float8" in options,
             emulate=True,

@@ -57,10 +57,15 @@ class ByKind(AttentionBackend):
         return AttentionByKind(self.backends, lambda b: b.for_documents(positions_BT, num_documents))
 
     def for_context_parallel(
-        self, sharding: SequenceSharding, tokens_BT: torch.Tensor, positions_BT: torch.Tensor | None
+        self,
+        sharding: SequenceSharding,
+        tokens_BT: torch.Tensor,
+        positions_BT: torch.Tensor | None,
+        num_documents: int = 0,
     ) -> Attention:
         return AttentionByKind(
-            self.backends, lambda b: b.for_context_parallel(sharding, tokens_BT, positions_BT)
+            self.backends,
+            lambda b: b.for_context_parallel(sharding, tokens_BT, positions_BT, num_documents),
         )
 
 

@@ -25,18 +25,27 @@ SINKS, SOFT_CAP = "attention sinks", "a soft cap of attention scores"  # in mess
 class AttentionKind(NamedTuple):
     """The attention of a layer. `window`: the number of newest tokens that a token sees, itself included; 0:
     all earlier tokens. `has_sinks`: `attend` gets attention sinks. `soft_cap` c: scores s become
-    c * tanh(s / c) before the softmax (Gemma 2); 0: they stay."""
+    c * tanh(s / c) before the softmax (Gemma 2); 0: they stay. `is_linear`: linear attention by the gated
+    delta rule instead, by an object of linear.LinearAttention."""
 
     window: int = 0
     has_sinks: bool = False
     soft_cap: float = 0.0
+    is_linear: bool = False
 
     def __str__(self) -> str:
+        if self.is_linear:
+            return "linear"
         extras = [
             *(["sinks"] if self.has_sinks else []),
             *([f"cap {self.soft_cap:g}"] if self.soft_cap else []),
         ]
         return ", ".join([f"window {self.window}" if self.window else "full", *extras])
+
+    def num_keys(self, seq_len: int) -> int:
+        """The number of keys that a token of a sequence of `seq_len` tokens is multiplied with, without a
+        deduction for causal masking."""
+        return 0 if self.is_linear else min(seq_len, self.window or seq_len)
 
     @property
     def changes_softmax(self) -> bool:
@@ -69,7 +78,7 @@ class Attention:
 
         A model calls this method once per forward and kind, outside of its blocks, unless all of its layers
         have full attention. Only shape and device of `tokens_BT`, this rank's tokens, matter. Default: raises
-        ConfigError for a sliding window, sinks and a soft cap."""
+        ConfigError for a sliding window, sinks, a soft cap and linear attention."""
         check_plain_softmax(self, kind)
         if kind.window:
             raise ConfigError(f"{type(self).__name__} does not support a sliding window", "attention.backend")
@@ -88,9 +97,10 @@ class Attention:
 
 
 def check_plain_softmax(attention: Attention, kind: AttentionKind) -> None:
-    """Raises ConfigError if the kind has sinks or a soft cap, for classes that support neither."""
-    if kind.changes_softmax:
-        feature = SINKS if kind.has_sinks else SOFT_CAP
+    """Raises ConfigError if the kind has sinks or a soft cap, or is linear, for classes that support
+    neither."""
+    if kind.changes_softmax or kind.is_linear:
+        feature = "linear attention" if kind.is_linear else SINKS if kind.has_sinks else SOFT_CAP
         raise ConfigError(f"{type(attention).__name__} does not support {feature}", "attention.backend")
 
 
@@ -240,10 +250,15 @@ class AttentionBackend(Component, kind="attention backend", key="backend"):
         raise NotImplementedError
 
     def for_context_parallel(
-        self, sharding: SequenceSharding, tokens_BT: torch.Tensor, positions_BT: torch.Tensor | None
+        self,
+        sharding: SequenceSharding,
+        tokens_BT: torch.Tensor,
+        positions_BT: torch.Tensor | None,
+        num_documents: int = 0,
     ) -> Attention:
         """Attention of this rank's queries over the keys of the whole sequences. `tokens_BT` and
         `positions_BT` (None without document masks) cover the whole sequences, not only this rank's tokens.
+        `num_documents`: as in for_documents.
         """
         raise NotImplementedError
 

@@ -20,6 +20,8 @@ class SequenceSharding:
     def __init__(self, mesh: DeviceMesh):
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
         self._group = mesh.get_group()
+        self.own_chunks = self.rank, 2 * self.size - 1 - self.rank
+        """The numbers of this rank's chunks in each sequence."""
 
     def gathered_positions(self, length: int, device: torch.device) -> torch.Tensor:
         """The position of each gathered token in a sequence of `length` tokens, int64 [T]."""

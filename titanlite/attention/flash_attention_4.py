@@ -65,10 +65,14 @@ class FlashAttention4(Varlen, name="flash_attention_4"):
         return self.name
 
     def for_context_parallel(
-        self, sharding: SequenceSharding, tokens_BT: torch.Tensor, positions_BT: torch.Tensor | None
+        self,
+        sharding: SequenceSharding,
+        tokens_BT: torch.Tensor,
+        positions_BT: torch.Tensor | None,
+        num_documents: int = 0,
     ) -> Attention:
         if positions_BT is not None:  # as in HeadTail
-            return super().for_context_parallel(sharding, tokens_BT, positions_BT)
+            return super().for_context_parallel(sharding, tokens_BT, positions_BT, num_documents)
         return HeadTailAttention(sharding, flash=True)
 
 

@@ -49,8 +49,7 @@ class HeadTailAttention(Attention):
         sharding = self.sharding
         keys, values = sharding.gather_in_order(k_BTKE), sharding.gather_in_order(v_BTKE)
         q, k, v = (x.transpose(1, 2) for x in (q_BTHE, keys, padded_values(values, q_BTHE.shape[-1])))
-        last = 2 * sharding.size - 1 - sharding.rank
-        out_BHTE = head_tail_attention(q, k, v, sharding.rank, last, self.flash)[0]
+        out_BHTE = head_tail_attention(q, k, v, *sharding.own_chunks, self.flash)[0]
         return out_BHTE.transpose(1, 2)[..., : v_BTKE.shape[-1]]
 
     def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
@@ -95,10 +94,14 @@ class HeadTail(SDPA, name="head_tail"):
         return torch.backends.cuda.can_use_cudnn_attention(params)
 
     def for_context_parallel(
-        self, sharding: SequenceSharding, tokens_BT: torch.Tensor, positions_BT: torch.Tensor | None
+        self,
+        sharding: SequenceSharding,
+        tokens_BT: torch.Tensor,
+        positions_BT: torch.Tensor | None,
+        num_documents: int = 0,
     ) -> Attention:
         if positions_BT is not None:  # in sampling, where a chunk may be a single token
-            return super().for_context_parallel(sharding, tokens_BT, positions_BT)
+            return super().for_context_parallel(sharding, tokens_BT, positions_BT, num_documents)
         return HeadTailAttention(sharding)
 
 

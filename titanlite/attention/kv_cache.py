@@ -1,15 +1,17 @@
-"""Attention with a cache of keys and values, for generation: each forward takes only the new tokens."""
+"""Attention with a cache of keys and values, or of states, for generation: each forward takes only the new
+tokens."""
 
 from __future__ import annotations
 
 import torch
 
 from titanlite.attention.base import Attention, AttentionKind
+from titanlite.attention.linear import CachedLinearAttention
 from titanlite.attention.sdpa import SDPAttention
 
 
 class KVCache(Attention):
-    """Keys and values of up to `length` tokens per sequence.
+    """Keys and values of up to `length` tokens per sequence, and the states of layers of linear attention.
 
     The cache tells layers apart by the order of their calls, which is the same in every forward.
     """
@@ -20,6 +22,7 @@ class KVCache(Attention):
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._next_layer = 0
         self._mask: torch.Tensor | None = None
+        self._linear = CachedLinearAttention()
 
     def advance(self, num_new: int, device: torch.device) -> torch.Tensor:
         """Begin a forward of `num_new` tokens per sequence. Returns their positions, int64 [num_new]."""
@@ -28,6 +31,7 @@ class KVCache(Attention):
         # The first forward is plain causal attention, which SDPA computes without a mask.
         self._mask = (new[:, None] >= positions)[None, None] if self.filled else None
         self.filled, self._next_layer = len(positions), 0
+        self._linear.begin_forward()
         return new
 
     def attend(
@@ -41,6 +45,8 @@ class KVCache(Attention):
         return SDPAttention(self._mask).attend(q_BTHE, keys, values, sinks_H)
 
     def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
+        if kind.is_linear:
+            return self._linear
         positions = torch.arange(self.filled, device=tokens_BT.device)
         new = positions[self.filled - tokens_BT.shape[1] :]
         return _Cached(self, SDPAttention(self._mask, (new, positions)).of_kind(kind, tokens_BT))

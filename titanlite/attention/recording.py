@@ -27,6 +27,8 @@ class RecordingAttention(Attention):
     def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
         with torch.compiler.set_stance("default"):  # FlexAttention's mask is dense without the compiler
             attention = self.attention.of_kind(kind, tokens_BT)
+        if kind.is_linear:  # it has no attention probabilities
+            return attention
         return RecordingAttention(attention, self.queries, self.record, kind.soft_cap)
 
     def attend(

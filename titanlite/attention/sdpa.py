@@ -23,6 +23,7 @@ from titanlite.attention.base import (
     document_numbers,
 )
 from titanlite.attention.context_parallel import SequenceSharding
+from titanlite.attention.linear import LinearAttention
 from titanlite.config.component import ConfigError
 from titanlite.torch_compat import sdp_choice
 
@@ -63,6 +64,8 @@ class SDPAttention(Attention):
         return out_BHTE.transpose(1, 2)
 
     def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
+        if kind.is_linear:
+            return LinearAttention() if self.mask is None else super().of_kind(kind, tokens_BT)
         indices = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         queries, keys = self.positions or (indices, indices)
         if not 0 < kind.window < len(keys):
@@ -157,7 +160,7 @@ class GatheredAttention(Attention):
         if documents_BT is None:
             documents_BT = torch.zeros(B, length * sharding.size, dtype=torch.int32, device=device)
         numbers = torch.nn.functional.pad(documents_BT, (before, 0), value=-1)  # no token's document
-        starts = sharding.rank * size, (2 * sharding.size - 1 - sharding.rank) * size
+        starts = [chunk * size for chunk in sharding.own_chunks]
         documents = torch.cat([numbers[:, start : start + before + size] for start in starts])
         positions = torch.arange(before + size, device=device)
         attention = self.backend.masked(positions[before:], positions, documents)
@@ -292,7 +295,11 @@ class SDPA(AttentionBackend, name="sdpa"):
         return self.masked(positions_T, positions_T, document_numbers(positions_BT))
 
     def for_context_parallel(
-        self, sharding: SequenceSharding, tokens_BT: torch.Tensor, positions_BT: torch.Tensor | None
+        self,
+        sharding: SequenceSharding,
+        tokens_BT: torch.Tensor,
+        positions_BT: torch.Tensor | None,
+        num_documents: int = 0,
     ) -> Attention:
         length, device = tokens_BT.shape[1], tokens_BT.device
         documents_BT = None if positions_BT is None else document_numbers(positions_BT)

@@ -22,6 +22,7 @@ from titanlite.config.json_file import read_object
 from titanlite.files import FileFault, check_regular
 from titanlite.interop.mxfp4 import dequantized
 from titanlite.interop.weights import (
+    HEAD,
     UNSCALED,
     Chunk,
     LazyTensor,
@@ -86,13 +87,15 @@ def open_hugging_face(path: Path, family: ModelFamily | None = None) -> Weights:
 
 def _of_text(tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Return the tensors of a multimodal model's text model, under the names of a text model's directory,
-    which are `model.NAME` for `language_model.model.NAME` or `model.language_model.NAME`. In a text model's
-    directory, all tensors."""
+    which are `model.NAME` for `language_model.model.NAME` or `model.language_model.NAME`, and the head. In a
+    text model's directory, all tensors."""
     text = {}
     for name, stored in tensors.items():
         before, _, after = name.partition("language_model.")
         if before in ("", "model.") and after:
             text[before + after] = stored
+    if text and HEAD in tensors:
+        text[HEAD] = tensors[HEAD]
     return text or tensors
 
 

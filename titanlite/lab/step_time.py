@@ -130,7 +130,7 @@ def _compute(run: PlannedRun, cluster: Cluster) -> dict[str, float]:
     head_products, speeds = (forward - attention) * (1 - block_share), cluster.speeds
     products = (products - head_products) * speeds.blocks + head_products * speeds.head
     seq_len = run.job.training.seq_len
-    keys = [min(kind.window or seq_len, seq_len) for kind in run.job.model.attention_kinds]
+    keys = [kind.num_keys(seq_len) for kind in run.job.model.attention_kinds]
     visible = sum(num * (1 - num / (2 * seq_len)) for num in keys) / sum(keys)  # of the keys that are counted
     causal = attention * visible * (1 + repeated / 3) * speeds.blocks
     tokens, peak = run.tokens, cluster.card.flops * tp

@@ -124,6 +124,11 @@ class Decoder(nn.Module):
         """Mean and standard deviation of the normal distribution that initialises the parameter `name`."""
         raise NotImplementedError
 
+    def init_function(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """A function, elementwise, from values of this normal distribution, fp32, to the initial values of
+        the parameter `name`. Default: None, the values themselves."""
+        return None
+
     def export_factor(self, name: str) -> float:
         """The factor by which the parameter `name` is multiplied in Hugging Face's form of the model. A
         family with scales that this form lacks folds them into the weights. Default: 1."""

@@ -73,6 +73,8 @@ class RotaryConfig(DecoderConfig):
     that write to the residual stream (GPT-2), so that the variance of the stream does not grow with depth."""
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("sliding_window", "window_rope_theta", "rope_attention_factor")
+    letters: ClassVar[dict[str, str]] = {"L": "all earlier tokens", "S": "the window"}
+    """The letters of layer_pattern with their meaning. A family with others overrides `kind_of`, too."""
 
     norm_eps: float
     rope_theta: float
@@ -118,11 +120,9 @@ class RotaryConfig(DecoderConfig):
         self._check_pattern()
 
     def _check_pattern(self) -> None:
-        if other := set(self.layer_pattern) - {"L", "S"}:
-            raise ConfigError(
-                f"layer_pattern = {self.layer_pattern!r}: {min(other)!r} is neither L (all earlier tokens) "
-                "nor S (the window)"
-            )
+        if other := set(self.layer_pattern) - self.letters.keys():
+            known = " nor ".join(f"{letter} ({meaning})" for letter, meaning in self.letters.items())
+            raise ConfigError(f"layer_pattern = {self.layer_pattern!r}: {min(other)!r} is neither {known}")
         if "S" in self.layer_pattern and not self.sliding_window:
             raise ConfigError(f"layer_pattern = {self.layer_pattern!r} needs a sliding_window above 0")
         if "S" not in self.shortest_pattern and self.sliding_window:
@@ -145,11 +145,16 @@ class RotaryConfig(DecoderConfig):
     @property
     def layer_kinds(self) -> list[LayerKind]:
         """The kind of each layer."""
-        full = LayerKind(AttentionKind(), (self.rope_theta, self.rope_scaling))
+        kinds = {letter: self.kind_of(letter) for letter in set(self.shortest_pattern)}
+        return [kinds[letter] for letter in self.layer_letters]
+
+    def kind_of(self, letter: str) -> LayerKind:
+        """The kind of the layers with this letter in layer_pattern."""
+        if letter == "L":
+            return LayerKind(AttentionKind(), (self.rope_theta, self.rope_scaling))
         scaling = self.rope_scaling if self.window_rope_scaled else RopeScaling()
         rope = self.window_rope_theta or self.rope_theta, scaling
-        window = LayerKind(AttentionKind(self.sliding_window), rope)
-        return [window if letter == "S" else full for letter in self.layer_letters]
+        return LayerKind(AttentionKind(self.sliding_window), rope)
 
     @property
     def attention_kinds(self) -> list[AttentionKind]:
@@ -225,6 +230,11 @@ class AttentionLayer(nn.Module):
 
     def __init__(self, config: Any):
         super().__init__()
+
+    @classmethod
+    def of_layer(cls, config: Any, number: int) -> nn.Module:
+        """The layer of the block with this number. A family with layers of several classes overrides it."""
+        return cls(config)
 
 
 class SelfAttention(AttentionLayer):
@@ -313,8 +323,10 @@ class Model(nn.Module):
         super().__init__()
         self.config, self.kinds = config, config.layer_kinds
         self.embed_tokens: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
-        blocks = {str(i): block(config, attention(config), mlp(config, i)) for i in range(config.n_layers)}
-        self.layers = nn.ModuleDict(blocks)
+        blocks = [
+            block(config, attention.of_layer(config, i), mlp(config, i)) for i in range(config.n_layers)
+        ]
+        self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
         # Scaling the last hidden states scales the logits: no head and no loss has to know the scale.
         self.norm: RMSNorm | None = block.norm_type(config.dim, config.norm_eps, config.logit_scale)
 
@@ -416,8 +428,9 @@ class RotaryDecoder(Decoder):
         if self.parameter_role(name) in ("embedding", "head"):
             return 0.0, INIT_STD
         config, std = self.config, self.config.matrix_init_std
-        residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
-        return 0.0, std / math.sqrt(2 * config.n_layers) if residual and config.depth_scaled_init else std
+        ends = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")
+        is_scaled = config.depth_scaled_init and name.endswith(ends)
+        return 0.0, std / math.sqrt(2 * config.n_layers) if is_scaled else std
 
     def export_factor(self, name: str) -> float:
         return next((scale for end, scale in self.folded_scales.items() if name.endswith(end)), 1.0)
@@ -428,7 +441,7 @@ class RotaryDecoder(Decoder):
         return self.config.n_kv_heads if name.endswith(("k_proj.weight", "v_proj.weight")) else 1
 
     def num_keys(self, seq_len: int) -> int:
-        return sum(min(seq_len, kind.window or seq_len) for kind in self.config.attention_kinds)
+        return sum(kind.num_keys(seq_len) for kind in self.config.attention_kinds)
 
     def num_matmul_parameters(self) -> int:
         total = sum(p.numel() for p in self.parameters())

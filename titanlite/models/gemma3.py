@@ -29,7 +29,7 @@ from titanlite.models.hf_config import (
     layers_to_hf,
     to_hf,
 )
-from titanlite.models.layers import RMSNorm, SwiGLU
+from titanlite.models.layers import OffsetNorm, SwiGLU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,12 +143,6 @@ def _pattern(num_layers: int, pattern: Any) -> str:
             f"config.json: sliding_window_pattern = {json.dumps(pattern)} is not a number of layers"
         )
     return "S" * (min(pattern, num_layers + 1) - 1) + "L"
-
-
-class OffsetNorm(RMSNorm):
-    """x / rms(x) * (1 + weight) over the last dim."""
-
-    offset = 1.0
 
 
 class GeGLU(SwiGLU):

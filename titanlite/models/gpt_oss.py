@@ -168,7 +168,7 @@ def all_sinks(sinks_H: torch.Tensor) -> torch.Tensor:
 
 
 class SelfAttention(decoder.SelfAttention):
-    """Attention with biases in all projections and a sink for each head. `own_sinks`: a function that selects
+    """Attention with biases in all projections and a sink for each head. `own_heads`: a function that selects
     the sinks of this rank's heads, which parallel/ may replace."""
 
     qkv_bias = o_bias = True
@@ -176,11 +176,11 @@ class SelfAttention(decoder.SelfAttention):
     def __init__(self, config: RotaryConfig):
         super().__init__(config)
         self.sinks = nn.Parameter(torch.empty(config.n_heads))
-        self.own_sinks: Callable[[Any], torch.Tensor] = all_sinks
+        self.own_heads: Callable[[Any], torch.Tensor] = all_sinks
 
     def sinks_of_heads(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         # Rounded as FSDP gathers them.
-        return (self.own_sinks(self.sinks).to(dtype),)
+        return (self.own_heads(self.sinks).to(dtype),)
 
 
 class BiasedRouter(Router):

@@ -58,7 +58,7 @@ ROPE_TYPES = {
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 LEFT_OUT = {"attention_factor": 0.0, "truncate": True}  # defaults, which are not written
 WITHOUT_DIRECTORY = "; a run that has started does not need it: resume with titanlite train RUN/job.toml"
-LAYER_TYPES = {"L": "full_attention", "S": "sliding_attention"}
+LAYER_TYPES = {"L": "full_attention", "S": "sliding_attention", "D": "linear_attention"}
 DEFAULT_WINDOW, DEFAULT_WINDOW_LAYERS = 4096, 28  # transformers' values for missing keys
 
 
@@ -140,7 +140,7 @@ def _ropes_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     parameters, scaling = config.get("rope_parameters", {}), config.get("rope_scaling", {})
     objects = {"rope_scaling": scaling, "rope_parameters": parameters}
     if isinstance(parameters, dict):
-        if other := parameters.keys() - LAYER_TYPES.values():
+        if other := parameters.keys() - {full_type, window_type}:
             raise ConfigError(f"config.json: rope_parameters: {min(other)} is not a type of layer")
         objects |= {f"rope_parameters: {name}": value for name, value in parameters.items() if value}
     if wrong := [key for key, value in objects.items() if not isinstance(value, dict)]:
@@ -213,19 +213,25 @@ def _yarn_attention_factor(rope: dict[str, Any]) -> float:
 def layers_from_hf(layer_types: Any, num_layers: int, window: int, default: str) -> dict[str, Any]:
     """`sliding_window` and `layer_pattern` of a RotaryConfig, from the list `layer_types` of a config.json.
     `window`: of the layers that have one. `default`: layer_pattern if the list is missing or empty."""
+    pattern = pattern_from_hf(layer_types, num_layers, default, RotaryConfig.letters)
+    if "S" not in pattern:
+        return {"sliding_window": 0, "layer_pattern": ""}
+    return {"sliding_window": window, "layer_pattern": pattern if "L" in pattern else ""}
+
+
+def pattern_from_hf(layer_types: Any, num_layers: int, default: str, letters: Collection[str]) -> str:
+    """`layer_pattern` of a RotaryConfig, from the list `layer_types` of a config.json. `default`: the pattern
+    if the list is missing or empty. `letters`: those that the family has."""
     pattern = default
     if layer_types:
         if not isinstance(layer_types, list) or len(layer_types) != num_layers:
             raise ConfigError(f"config.json: layer_types is not a list of {num_layers} layers")
+        by_type = {LAYER_TYPES[letter]: letter for letter in letters}
         for layer_type in layer_types:
-            if layer_type not in LAYER_TYPES.values():
+            if layer_type not in by_type:
                 raise ConfigError(f"config.json: layer_types: {json.dumps(layer_type)} is not supported")
-        letters = {layer_type: letter for letter, layer_type in LAYER_TYPES.items()}
-        pattern = "".join(letters[layer_type] for layer_type in layer_types)
-    pattern = shortest_pattern(pattern, num_layers)
-    if "S" not in pattern:
-        return {"sliding_window": 0, "layer_pattern": ""}
-    return {"sliding_window": window, "layer_pattern": pattern if "L" in pattern else ""}
+        pattern = "".join(by_type[layer_type] for layer_type in layer_types)
+    return shortest_pattern(pattern, num_layers)
 
 
 def layers_to_hf(config: RotaryConfig) -> dict[str, Any]:

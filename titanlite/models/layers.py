@@ -65,6 +65,12 @@ class RMSNorm(nn.Module):
         return self.normalize(x.float(), weight, self.eps).to(x.dtype)
 
 
+class OffsetNorm(RMSNorm):
+    """x / rms(x) * (1 + weight) over the last dim."""
+
+    offset = 1.0
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """A scaling of the rotary frequencies, for longer sequences; factor 1 means no scaling.

@@ -26,7 +26,7 @@ from titanlite.torch_compat import (
     set_activation_memory_budget,
 )
 
-MODULES = {"attention": "self_attn", "mlp": "mlp", "norms": "*norm"}  # name patterns of a block's modules
+MODULES = {"attention": "*_attn", "mlp": "mlp", "norms": "*norm"}  # name patterns of a block's modules
 
 
 @dataclass(frozen=True, kw_only=True)

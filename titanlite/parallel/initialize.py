@@ -20,34 +20,45 @@ CHUNK = 1 << 22  # elements per chunk, to limit the memory of int64 temporaries
 
 
 def fill_normal(
-    parameter: torch.Tensor, name: str, mean: float, std: float, seed: int, device: torch.device | None = None
+    parameter: torch.Tensor,
+    name: str,
+    mean: float,
+    std: float,
+    seed: int,
+    device: torch.device | None = None,
+    function: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Fill a parameter, or this rank's shard of a DTensor, with values of normal(mean, std). `device`
-    computes the values; default: the parameter's device."""
-    _fill(parameter, name, mean, std, seed, device, _normal)
+    """Fill a parameter, or this rank's shard of a DTensor, with values of normal(mean, std), or with
+    `function` of them. `device` computes the values; default: the parameter's device."""
+
+    def values(index: torch.Tensor, key: int) -> torch.Tensor:
+        normal = _normal(index, key) * std + mean
+        return normal if function is None else function(normal)
+
+    _fill(parameter, name, seed, device, values if std or function is not None else mean)
 
 
 def fill_uniform(
     parameter: torch.Tensor, name: str, bound: float, seed: int, device: torch.device | None = None
 ) -> None:
     """Fill a parameter as fill_normal does, with values of uniform(-bound, bound)."""
-    _fill(parameter, name, 0.0, bound, seed, device, _uniform)
+    _fill(parameter, name, seed, device, (lambda index, key: _uniform(index, key) * bound) if bound else 0.0)
 
 
 @torch.no_grad()
 def _fill(
     parameter: torch.Tensor,
     name: str,
-    mean: float,
-    scale: float,
     seed: int,
     device: torch.device | None,
-    values: Callable[[torch.Tensor, int], torch.Tensor],
+    values: Callable[[torch.Tensor, int], torch.Tensor] | float,
 ) -> None:
-    """Fill a parameter with mean + scale x values(index, key)."""
+    """Fill a parameter with values(index, key) or with a constant."""
     local, offsets = local_shard_and_offsets(parameter)
-    if scale == 0.0 or local.numel() == 0:
-        local.fill_(mean)
+    if isinstance(values, float):
+        local.fill_(values)
+        return
+    if local.numel() == 0:
         return
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
     device = device or local.device
@@ -63,7 +74,7 @@ def _fill(
     for begin in range(0, len(local), rows_per_chunk):
         chunk = local[begin : begin + rows_per_chunk]
         rows = torch.arange(begin, begin + len(chunk), device=device) + offsets[0]
-        chunk.copy_(values((rows * stride).reshape(-1, *[1] * (local.ndim - 1)) + index, key) * scale + mean)
+        chunk.copy_(values((rows * stride).reshape(-1, *[1] * (local.ndim - 1)) + index, key))
 
 
 def _normal(index: torch.Tensor, key: int) -> torch.Tensor:

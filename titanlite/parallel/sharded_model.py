@@ -110,7 +110,7 @@ class ShardedModel:
                 fill_uniform(parameter, name, initial_bound(name, parameter.shape), seed, device)
                 continue
             mean, std = self.net.init_normal(name)
-            fill_normal(parameter, name, mean, std, seed, device)
+            fill_normal(parameter, name, mean, std, seed, device, self.net.init_function(name))
         self.expert_loads.enable(self.net)
 
     def forward_backward(
@@ -233,7 +233,9 @@ class ShardedModel:
         """The arguments of the model for this rank's tokens of a micro-batch."""
         tokens, targets, positions = batch.inputs, batch.targets, batch.positions
         if self.sharding is not None:
-            attention = self.attention.for_context_parallel(self.sharding, tokens, positions)
+            attention = self.attention.for_context_parallel(
+                self.sharding, tokens, positions, batch.num_documents
+            )
             local = self._local_positions(tokens)
             tokens, targets = tokens[:, local], targets[:, local]
             positions = local if positions is None else positions[:, local]
@@ -299,7 +301,7 @@ class ShardedModel:
                 attention = self.attention.for_sequences(tokens)
             else:  # the positions of one document per sequence select attention masks, which fit all lengths
                 whole = positions.expand(len(tokens), -1)
-                attention = self.attention.for_context_parallel(self.sharding, tokens, whole)
+                attention = self.attention.for_context_parallel(self.sharding, tokens, whole, len(tokens))
                 positions = self.sharding.local_positions(padded, tokens.device)
                 tokens = tokens[:, positions]
             logits = self._forward(Inputs(tokens, positions, attention, self._head_fn_for_logits))
@@ -329,7 +331,8 @@ class ShardedModel:
             targets = targets[:, local]
             # The positions of one document per sequence select attention masks, which fit all lengths.
             whole = torch.arange(batch.inputs.shape[1], device=batch.inputs.device)
-            batch = replace(batch, positions=whole.expand(len(batch.inputs), -1))
+            num_sequences = len(batch.inputs)
+            batch = replace(batch, positions=whole.expand(num_sequences, -1), num_documents=num_sequences)
 
         def head_fn(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
             if self._gather_for_loss is not None:

@@ -11,6 +11,7 @@ from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -34,7 +35,8 @@ from titanlite.config.component import ConfigError
 from titanlite.losses import VocabularyShard
 from titanlite.mesh import local_shard
 from titanlite.models.base import Decoder, HeadFn, logits
-from titanlite.models.layers import RMSNorm
+from titanlite.models.gated_delta_net import GatedDeltaNet
+from titanlite.models.layers import Linear, RMSNorm
 from titanlite.models.lora import LoRALinear, low_rank_product
 from titanlite.models.moe import Router
 from titanlite.parallel.float8 import Float8, rowwise_style, shared_cast
@@ -56,6 +58,7 @@ def apply_tensor_parallel(net: Decoder, mesh: DeviceMesh, float8: Float8) -> Non
         "residual": lambda _: SequenceParallel(sequence_dim=TOKENS, use_local_output=True),
         "gather": lambda module: _GatherTokens(shared_cast(module, float8)),
         "gather_sinks": lambda module: _GatherTokensWithSinks(shared_cast(module, float8)),
+        "gated_delta_net": lambda _: _GatherTokensOfDeltaNet(None),
         "colwise": lambda _: _WithAdapter(ColwiseParallel(), COLWISE_ADAPTER),
         "rowwise": lambda module: _WithAdapter(
             rowwise_style(module, float8)(output_layouts=Shard(TOKENS)), ROWWISE_ADAPTER
@@ -171,9 +174,54 @@ class _GatherTokensWithSinks(_GatherTokens):
     """_GatherTokens for attention with sinks, of which each rank has those of its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layer: Any = module  # such as gpt_oss.SelfAttention
-        layer.sinks = nn.Parameter(distribute_tensor(layer.sinks, device_mesh, [Shard(0)]))
-        layer.own_sinks = lambda sinks: sinks.to_local(grad_placements=[Shard(0)])
+        _shard_by_heads(module, device_mesh)
+        return super()._apply(module, device_mesh)
+
+
+def _shard_by_heads(layer: Any, mesh: DeviceMesh) -> None:
+    """Shard the layer's own parameters, which have a value for each head, and let its function `own_heads`
+    select this rank's."""
+    _distribute(layer, mesh, Shard(0))
+    layer.own_heads = lambda parameter: parameter.to_local(grad_placements=[Shard(0)])
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Make DTensors of the module's own parameters."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [placement])))
+
+
+class _GatherTokensOfDeltaNet(_GatherTokens):
+    """_GatherTokens for a gated delta net, of which each rank has some heads. The rows of in_proj_qkv and of
+    the convolution are those of all queries, then of all keys and of all values, so that a rank's rows are
+    not one shard: these weights are replicated, and each rank computes with its rows only."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, GatedDeltaNet)
+        if type(module.in_proj_qkv) is not Linear:
+            kind = "an adapter (lora.targets)" if isinstance(module.in_proj_qkv, LoRALinear) else "float8"
+            exclude = "" if "lora" in kind else "; exclude it by float8.filter_fqns"
+            raise ConfigError(
+                f"in_proj_qkv of gated delta nets does not work with {kind} under tensor parallel{exclude}",
+                "parallelism.tensor_parallel_degree",
+            )
+        _shard_by_heads(module, device_mesh)
+        degree, rank = device_mesh.size(), device_mesh.get_local_rank()
+
+        def own_rows(weight: torch.Tensor) -> torch.Tensor:
+            assert isinstance(weight, DTensor)
+            blocks = _local_with_summed_gradient(weight).split(module.stacked)
+            return torch.cat([block.chunk(degree)[rank] for block in blocks])
+
+        layer = module.in_proj_qkv
+
+        def project(x: DTensor) -> torch.Tensor:
+            local = x.to_local(grad_placements=[Partial()])
+            return F.linear(local, own_rows(layer.weight).to(local.dtype))
+
+        for replicated in (layer, module.conv1d):
+            _distribute(replicated, device_mesh, Replicate())
+        layer.forward, module.conv1d.own_rows = project, own_rows  # type: ignore[method-assign, assignment]
         return super()._apply(module, device_mesh)
 
 
@@ -227,9 +275,7 @@ class _ReplicateRouter(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Router)
         product = module.product
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            replicated = nn.Parameter(distribute_tensor(parameter, device_mesh, [Replicate()]))
-            module.register_parameter(name, replicated)
+        _distribute(module, device_mesh, Replicate())
 
         def local_product(h_ND: torch.Tensor, *parameters: DTensor) -> torch.Tensor:
             return product(h_ND, *map(_local_with_summed_gradient, parameters))
@@ -310,7 +356,6 @@ class _ShardRows(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def shard(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-            for name, parameter in module.named_parameters(recurse=False):
-                module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+            _distribute(module, mesh, Shard(0))
 
         return distribute_module(module, device_mesh, shard)

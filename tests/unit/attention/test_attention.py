@@ -283,6 +283,7 @@ def test_each_kind_has_the_fastest_backend_that_works() -> None:
     sharding: Any = SimpleNamespace(
         size=2,
         rank=0,
+        own_chunks=(0, 3),
         local_positions=lambda length, device: torch.arange(length // 2),
         gathered_positions=lambda length, device: torch.arange(length),
     )

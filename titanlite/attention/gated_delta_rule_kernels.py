@@ -22,13 +22,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from titanlite.config.component import ConfigError
-from titanlite.models.gated_delta_rule import (
+from titanlite.attention.gated_delta_rule import (
     CHUNK_SIZE,
     gated_delta_rule,
     l2_normalized,
     recurrent_gated_delta_rule,
 )
+from titanlite.config.component import ConfigError
 from titanlite.torch_compat import mark_dynamic
 
 FLA_VERSIONS = ((0, 6), (0, 7))  # from the first, below the second
@@ -39,27 +39,28 @@ class Documents(NamedTuple):
     """The documents of a micro-batch of packed sequences, for all layers. `starts` bool [B, T]: True at the
     first token of each document. `cu_seqlens` int64 [M + 1]: the index among the B T tokens at which each
     document or sequence begins, then B T. `chunk_indices` int64 [chunks, 2]: for each chunk of 64 tokens, its
-    document and its number in the document."""
+    document and its number in the document. The last documents may be empty, and may have chunks."""
 
     starts: torch.Tensor
     cu_seqlens: torch.Tensor
     chunk_indices: torch.Tensor
 
     @classmethod
-    def from_positions(cls, positions_BT: torch.Tensor, device: torch.device | None = None) -> Documents:
-        """The documents of tokens at these positions, int64, each within its document; tensors on `device`,
-        by default the positions'. The numbers of documents and chunks depend on the data: positions on a GPU
-        make the host wait for it, positions on the CPU do not."""
-        starts = positions_BT == 0
+    def of(cls, starts: torch.Tensor, num_documents: int) -> Documents:
+        """The documents with these first tokens. `num_documents`: an upper bound of the number of documents
+        and of sequences that begin within a document, known on the host, so that this does not wait for the
+        device."""
+        B, T = starts.shape
+        num_documents = 1 << num_documents.bit_length()  # above it, and few sizes
         is_start = starts.clone()
         is_start[:, 0] = True
-        cu_seqlens = F.pad(is_start.flatten().nonzero().flatten(), (0, 1), value=starts.numel())
-        num_chunks = (cu_seqlens.diff() + CHUNK_SIZE - 1) // CHUNK_SIZE
-        document = torch.arange(len(num_chunks), device=starts.device).repeat_interleave(num_chunks)
-        number = torch.arange(len(document), device=starts.device)
-        number = number - F.pad(num_chunks.cumsum(0), (1, 0))[document]
-        tensors = (starts, cu_seqlens, torch.stack((document, number), dim=1))
-        documents = cls(*(x.to(device or starts.device, non_blocking=True) for x in tensors))
+        indices = torch.nonzero_static(is_start.flatten(), size=num_documents, fill_value=B * T).flatten()
+        cu_seqlens = F.pad(indices, (0, 1), value=B * T)
+        ends = ((cu_seqlens.diff() + CHUNK_SIZE - 1) // CHUNK_SIZE).cumsum(0)  # of the documents, in chunks
+        chunks = torch.arange(B * T // CHUNK_SIZE + num_documents, device=starts.device)
+        document = torch.searchsorted(ends, chunks, right=True).clamp(max=num_documents - 1)
+        number = chunks - F.pad(ends, (1, 0))[document]
+        documents = cls(starts, cu_seqlens, torch.stack((document, number), dim=1))
         for x in documents[1:]:
             mark_dynamic(x, 0)  # one graph of a compiled block serves all numbers of documents
         return documents
@@ -103,10 +104,9 @@ def torch_rule(
 def fla_rule(
     inputs: RuleInputs, initial_state: torch.Tensor | None, documents: Documents | None, keep_state: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The rule by the kernels of flash-linear-attention. A single token, and documents that continue a state,
-    go to torch_rule."""
+    """The rule by the kernels of flash-linear-attention. A single token goes to torch_rule."""
     B, T = inputs.v_BTHV.shape[:2]
-    if T == 1 or (documents is not None and initial_state is not None):
+    if T == 1:
         return torch_rule(inputs, initial_state, documents, keep_state)
     q, k, v, log_decay, beta = inputs
     tensors = [q, k, v, log_decay.float(), beta.to(v.dtype)]
@@ -114,12 +114,14 @@ def fla_rule(
         out, state = _fla(tensors, initial_state, None, None, keep_state)
         return out, state if keep_state else None
     flat = [x.flatten(0, 1)[None] for x in tensors]
-    out, states = _fla(flat, None, documents.cu_seqlens, documents.chunk_indices, keep_state)
+    cu_seqlens, bounds = documents.cu_seqlens, torch.arange(0, (B + 1) * T, T, device=q.device)
+    if initial_state is not None:  # for the first document of each sequence, if it began earlier
+        first = initial_state.masked_fill(documents.starts[:, 0, None, None, None], 0.0)
+        states = first.new_zeros(cu_seqlens.shape[0] - 1, *first.shape[1:])
+        initial_state = states.index_copy(0, torch.searchsorted(cu_seqlens, bounds[:-1]), first)
+    out, states = _fla(flat, initial_state, cu_seqlens, documents.chunk_indices, keep_state)
     out = out[0].unflatten(0, (B, T))
-    if not keep_state:
-        return out, None
-    ends = torch.arange(T, (B + 1) * T, T, device=out.device)
-    return out, states[torch.searchsorted(documents.cu_seqlens, ends) - 1]
+    return out, states[torch.searchsorted(cu_seqlens, bounds[1:]) - 1] if keep_state else None
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype) -> Rule:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 
 def short_convolution(
@@ -17,7 +16,8 @@ def short_convolution(
     earlier_BPD: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """silu(sum over w of weight[:, W - 1 - w] * x[t - w]), computed in fp32 (fp64 for fp64) and returned in
-    x's dtype, and the inputs of the last P tokens for the next call.
+    x's dtype, and the inputs of the last P tokens for the next call. The weight is rounded to x's dtype
+    first, because FSDP gathers it in that dtype.
 
     `starts` bool [B, T]: True at the first token of each document; tokens before it count as zeros.
     `earlier_BPD`: the second result of the call for the tokens before; None: zeros.
@@ -43,20 +43,3 @@ def short_convolution(
         hidden = F.pad(later_starts, (0, 1))[:, 1:] > 0
         last = last.masked_fill(hidden[..., None], 0.0)
     return F.silu(total).to(x_BTD.dtype), last
-
-
-class ShortConvolution(nn.Module):
-    """short_convolution with its weight [D, 1, W], which has the shape of nn.Conv1d's. The weight is rounded
-    to the dtype of the inputs, because FSDP gathers it in that dtype."""
-
-    def __init__(self, num_channels: int, width: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_channels, 1, width))
-
-    def forward(
-        self,
-        x_BTD: torch.Tensor,
-        starts: torch.Tensor | None = None,
-        earlier_BPD: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return short_convolution(x_BTD, self.weight.squeeze(1), starts, earlier_BPD)
