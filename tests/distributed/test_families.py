@@ -47,8 +47,15 @@ QWEN3_5: dict[str, Any] = {
 DEFAULT_TIER: dict[str, dict[str, Any]] = {
     "mistral": {"cp": 2}, "qwen2": {"tp": 2}, "gemma3": {"tp": 2}, "qwen3_5": {"tp": 2, "cp": 2},
 }  # fmt: skip
+QWEN3_5_MOE: dict[str, Any] = {
+    "family": "qwen3_5_moe",
+    "shape": {
+        **QWEN3_5["shape"], "hidden_dim": 0, "n_experts": 4, "n_experts_per_token": 2, "moe_hidden_dim": 16,
+        "shared_hidden_dim": 24,
+    },
+}  # fmt: skip
 NORMS = ["q_norm.weight", "k_norm.weight"]
-OWN = {"qwen2": ["v_proj.bias"], "gemma3": NORMS, "olmo3": NORMS, "qwen3_5": NORMS}
+OWN = {"qwen2": ["v_proj.bias"], "gemma3": NORMS, "olmo3": NORMS, "qwen3_5": NORMS, "qwen3_5_moe": NORMS}
 
 
 def assert_same(
@@ -110,6 +117,14 @@ def test_gradient_is_the_same_in_a_pipeline(run_on, layout: dict[str, Any]) -> N
             full(family, 2, {"tp": 2, "activation_checkpoint": "selective", "ac_option": option})
             for family in (GEMMA3, OLMO3, QWEN3_5)
             for option in ("norms", "norms+attention", "mlp")
+        ),
+        *(
+            full(QWEN3_5_MOE, world_size, layout)
+            for world_size, layout in [
+                (2, {"tp": 2}), (4, {"tp": 2, "cp": 2}), (2, {"ep": 2}), (4, {"tp": 2, "ep": 4}),
+                (4, {"ep": 2, "tp": 2, "tied": False, "compile": "aot_eager"}),
+                (4, {"activation_checkpoint": "full"}), (2, {"ep": 2, "activation_checkpoint": "selective"}),
+            ]
         ),
         # A window that hides no token: the kernel without windows runs.
         full({"family": "mistral", "shape": {"sliding_window": 16}}, 2, {"cp": 2}),
@@ -215,6 +230,13 @@ def test_no_transform_renames_a_parameter(run_on, layout: dict[str, Any]) -> Non
 
 # ---- whole runs
 
+DELTA = [
+    f"--model.overrides.{key}={value}"
+    for key, value in {
+        "layer_pattern": "DL", "delta_n_k_heads": 2, "delta_n_v_heads": 4, "delta_k_head_dim": 8,
+        "delta_v_head_dim": 8,
+    }.items()
+]  # fmt: skip
 FAMILIES = {
     "qwen3": ["--model.name=qwen3", "--model.overrides.tie_word_embeddings=false"],
     "qwen2": ["--model.name=qwen2", "--model.overrides.tie_word_embeddings=false"],
@@ -240,6 +262,15 @@ FAMILIES = {
         *("--model.name=olmo3", "--model.overrides.sliding_window=9", "--model.overrides.layer_pattern=SL"),
         *("--model.overrides.rope_type=yarn", "--model.overrides.rope_factor=4.0"),
         "--model.overrides.rope_original_max_position=16",
+    ],
+    "qwen3_5": [
+        *("--model.name=qwen3_5", "--model.overrides.tie_word_embeddings=false", *DELTA),
+        *("--data.packing=best_fit", "--data.mask_documents=true"),
+    ],
+    "qwen3_5_moe": [
+        *("--model.name=qwen3_5_moe", "--model.overrides.hidden_dim=0", *DELTA),
+        *("--model.overrides.n_experts=8", "--model.overrides.n_experts_per_token=2"),
+        *("--model.overrides.moe_hidden_dim=24", "--model.overrides.shared_hidden_dim=24"),
     ],
     "parallel_residual": [
         '--job.imports=["tests.support.parallel_residual"]',
@@ -277,7 +308,10 @@ def test_a_run_resumes_to_the_bit(tmp_path: Path, corpus: Path, family: str) -> 
         full("parallel_residual", "cp"),
         *(
             full(family, layout)
-            for family in ("qwen3", "qwen2", "mistral", "mixed", "gpt_oss", "gemma3", "olmo3")
+            for family in (
+                *("qwen3", "qwen2", "mistral", "mixed", "gpt_oss", "gemma3", "olmo3"),
+                *("qwen3_5", "qwen3_5_moe"),
+            )
             for layout in ("fsdp", "tp", "cp", "pp")
         ),
         full("mixed", "cp compiled"),

@@ -55,6 +55,13 @@ LATENT = [
     f"--model.overrides.{key}={value}"
     for key, value in {"n_kv_heads": 4, "head_dim": 48, "rope_head_dim": 16, "v_head_dim": 32}.items()
 ]
+DELTA = [
+    f"--model.overrides.{key}={value}"
+    for key, value in {
+        "layer_pattern": "DLD", "delta_n_k_heads": 2, "delta_n_v_heads": 4, "delta_k_head_dim": 8,
+        "delta_v_head_dim": 12,
+    }.items()
+]  # fmt: skip
 TINY = {  # name: overrides of the job in tests/support/jobs.py
     "llama3": ["--training.local_batch_size=8"],
     "qwen3": ["--training.local_batch_size=8", "--model.name=qwen3"],
@@ -73,6 +80,13 @@ TINY = {  # name: overrides of the job in tests/support/jobs.py
         *("--training.local_batch_size=8", "--model.name=olmo3", "--model.overrides.sliding_window=24"),
         *("--model.overrides.layer_pattern=SL", "--model.overrides.rope_type=yarn"),
         *("--model.overrides.rope_factor=4.0", "--model.overrides.rope_original_max_position=32"),
+    ],
+    "qwen3_5": [
+        *("--training.local_batch_size=8", "--model.name=qwen3_5", "--model.overrides.n_layers=3", *DELTA)
+    ],
+    "qwen3_5_moe": [
+        *("--training.local_batch_size=8", "--model.name=qwen3_5_moe", "--model.overrides.hidden_dim=0"),
+        *("--model.overrides.shared_hidden_dim=40", *EXPERTS, *DELTA),
     ],
     "qwen3_moe": ["--training.local_batch_size=8", "--model.name=qwen3_moe", *EXPERTS],
     "olmoe": [

@@ -19,6 +19,8 @@ from titanlite.models.olmo3 import Olmo3
 from titanlite.models.olmoe import Olmoe
 from titanlite.models.qwen2 import Qwen2
 from titanlite.models.qwen3 import Qwen3
+from titanlite.models.qwen3_5 import Qwen3_5
+from titanlite.models.qwen3_5_moe import Qwen3_5MoE
 from titanlite.models.qwen3_moe import Qwen3MoE
 
 SHAPE = {
@@ -32,6 +34,10 @@ EXPERTS = {"n_experts": 12, "n_experts_per_token": 3, "moe_hidden_dim": 24}
 # A window of 12 tokens in two layers of three, and scores that head_dim does not scale.
 GEMMA3 = {
     "name": "gemma3", "n_layers": 3, "head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 24,
+}  # fmt: skip
+QWEN3_5 = {
+    "n_layers": 3, "layer_pattern": "DL", "head_dim": 16, "delta_n_k_heads": 2, "delta_n_v_heads": 4,
+    "delta_k_head_dim": 8, "delta_v_head_dim": 12,
 }  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
@@ -66,6 +72,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma3": {**GEMMA3, "tie_word_embeddings": False, "rope_type": "linear", "rope_factor": 8.0},
     "gemma3, tied": GEMMA3,
     "olmo3": {"name": "olmo3", "sliding_window": 12, "layer_pattern": "SL", **YARN},
+    "qwen3_5, tied": {"name": "qwen3_5", **QWEN3_5},
+    "qwen3_5_moe": {
+        "name": "qwen3_5_moe",
+        "hidden_dim": 0,
+        "shared_hidden_dim": 40,
+        **QWEN3_5,
+        **EXPERTS,
+    },
     "mistral, tied": {"name": "mistral", "tie_word_embeddings": True, "sliding_window": 20},
 }
 
@@ -84,7 +98,10 @@ class Parameters(Decoder):
 
 def family(name: str = "llama3", **overrides: Any) -> ModelFamily:
     """The family of a tiny model with a vocabulary of 258 ids, for raw bytes."""
-    choices = (DeepSeekV3, Gemma3, GptOss, Llama3, Mistral, Olmo3, Olmoe, Qwen2, Qwen3, Qwen3MoE)
+    choices = (
+        *(DeepSeekV3, Gemma3, GptOss, Llama3, Mistral, Olmo3, Olmoe, Qwen2, Qwen3, Qwen3MoE, Qwen3_5),
+        Qwen3_5MoE,
+    )
     component = {choice.name: choice for choice in choices}[name]
     return component(flavor="debug", overrides={**SHAPE, **overrides})
 

@@ -73,15 +73,16 @@ class Decoder(nn.Module):
     config: DecoderConfig
     vocab_size: int
     tp_plan: dict[str, str]
-    """The tensor-parallel style of each layer, by patterns of module names. Styles: `embedding`, `sequence`
-    (norms between the layers: each rank has some of the tokens), `residual` (the same for norms whose output
-    is added to the residual stream, a plain tensor), `gather` (a module whose input is gathered, because its
-    layers need all tokens), `gather_sinks` (`gather` for attention with sinks), `colwise`, `rowwise`, `heads`
-    (norms within attention: each rank has some of the heads), `all_heads` (norms over the features of all
-    heads together), `tokens` (linear layers that every rank applies to its own tokens), `own_tokens`
-    (`tokens` with a plain tensor as its output), `gather_colwise` (`colwise` after gathering its input),
-    `gather_output` (gathers what the module returns), `local` (a mixture of experts: each rank routes its own
-    tokens), `router`, `head`."""
+    """The tensor-parallel style of each layer, by patterns of module names. Styles: `embedding`,
+    `sequence` (norms between the layers: each rank has some of the tokens), `residual` (the same for
+    norms whose output is added to the residual stream, a plain tensor), `gather` (a module whose input is
+    gathered, because its layers need all tokens), `gather_sinks` (`gather` for attention with sinks),
+    `gated_delta_net` (`gather` for a gated_delta_net.GatedDeltaNet), `colwise`, `rowwise`, `heads` (norms
+    within attention: each rank has some of the heads), `all_heads` (norms over the features of all heads
+    together), `tokens` (linear layers that every rank applies to its own tokens), `own_tokens` (`tokens`
+    with a plain tensor as its output), `gather_colwise` (`colwise` after gathering its input),
+    `gather_output` (gathers what the module returns), `local` (a mixture of experts: each rank routes its
+    own tokens), `router`, `head`."""
     mlp_down: str = ""
     """Name, within a block, of the linear layer whose inputs are the hidden units of the MLP, such as
     `mlp.down_proj`, for the measurement of dead units. Empty: they are not measured."""

@@ -21,6 +21,7 @@ from titanlite.models.decoder import (
     INIT_STD,
     MLP_PLAN,
     AttentionLayer,
+    Block,
     MakeMLP,
     RotaryConfig,
     RotaryDecoder,
@@ -297,8 +298,9 @@ class MoEDecoder(RotaryDecoder):
         attention: type[AttentionLayer] = SelfAttention,
         attention_plan: dict[str, str] | None = None,
         mlp: MakeMLP = moe_mlp,
+        block: type[Block] = Block,
     ):
-        super().__init__(config, attention, attention_plan, mlp)
+        super().__init__(config, attention, attention_plan, mlp, block)
         self.folded_scales["experts.down_proj"] = config.residual_scale
         self.tp_plan = {name: style for name, style in self.tp_plan.items() if name not in MLP_PLAN}
         self.tp_plan |= {"model.layers.*.mlp": "local", "model.layers.*.mlp.gate": "router"}

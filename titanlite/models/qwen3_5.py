@@ -34,6 +34,7 @@ DELTA_FIELDS = {  # Hugging Face's name: field of Qwen3_5Config
     "linear_value_head_dim": "delta_v_head_dim",
     "linear_conv_kernel_dim": "delta_conv_width",
 }
+DELTA_TP_FIELDS = {"delta_n_k_heads": ": each rank needs its own key heads"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +114,7 @@ class Qwen3_5(ModelFamily, name="qwen3_5"):
     flavors = FLAVORS
     hf_model_type = "qwen3_5_text"
     hf_multimodal_type = "qwen3_5"
-    tp_fields: ClassVar[dict[str, str]] = {
-        **ModelFamily.tp_fields,
-        "delta_n_k_heads": ": each rank needs its own key heads",
-    }
+    tp_fields: ClassVar[dict[str, str]] = ModelFamily.tp_fields | DELTA_TP_FIELDS
 
     def build(self) -> Decoder:
         return Qwen3_5Decoder(self.config)

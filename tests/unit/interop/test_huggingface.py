@@ -100,6 +100,24 @@ def test_the_text_model_of_a_multimodal_model_is_read(tmp_path: Path, prefix: st
     assert (imported(tmp_path, model_family)(row()) - theirs(input_ids=row()).logits).abs().max() < 1e-4
 
 
+@torch.no_grad()
+def test_the_head_of_a_multimodal_model_is_read(tmp_path: Path) -> None:
+    """Of Qwen3.5's published files: the head has the name that it has in a text model, and there are weights
+    of images and of multi-token prediction beside those of the text model."""
+    model_family = family(**VARIANTS["qwen3_5, tied"], tie_word_embeddings=False)
+    theirs = hugging_face(model_family)
+    theirs.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {name.replace("model.", "model.language_model."): t for name, t in load_file(file).items()}
+    assert "lm_head.weight" in tensors
+    others = ("model.visual.patch_embed.proj.weight", "mtp.fc.weight")
+    save_file(tensors | {name: torch.zeros(2, 2) for name in others}, file)
+    text = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    assert read_family(tmp_path).config == model_family.config
+    assert (imported(tmp_path, model_family)(row()) - theirs(input_ids=row()).logits).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("variant", sampled(VARIANTS, {"tied", "qwen2, yarn", "olmoe", "deepseek_v3"}))
 def test_logits_of_an_export_equal_ours_at_every_position(tmp_path: Path, variant: str) -> None:
     model_family = family(**VARIANTS[variant])
@@ -128,8 +146,10 @@ def test_logits_of_an_export_equal_ours_at_every_position(tmp_path: Path, varian
         decided = best[..., 0] - best[..., 1] > best[..., 0].abs() * 2**-7
         same = rounded(tokens).argmax(-1) == model(tokens).logits.argmax(-1)
     assert decided.float().mean() > 0.9
-    # In bf16, transformers' router rounds its logits, and some tokens go to other experts.
-    assert same[decided].float().mean() > (0.95 if "n_experts" in model_family.overrides else 0.99)
+    # In bf16, transformers' router rounds its logits, and some tokens go to other experts. States of linear
+    # attention add up the rounding of all earlier tokens.
+    rounds_more = {"n_experts", "delta_n_k_heads"} & model_family.overrides.keys()
+    assert same[decided].float().mean() > (0.95 if rounds_more else 0.99)
 
 
 @pytest.mark.full
