@@ -28,6 +28,7 @@ from titanlite.models.base import Decoder, DecoderConfig, ModelFamily
 from titanlite.models.decoder import RotaryConfig
 from titanlite.models.deepseek_v3 import DeepSeekV3Config
 from titanlite.models.moe import MULTIPLE, MoEConfig
+from titanlite.models.qwen3_5 import Qwen3_5Config
 from titanlite.optim.base import Optimizer, ParamGroup
 
 SCALED_FIELDS = ("logit_scale", "matrix_init_std")  # of the model's config, which the rules set
@@ -42,6 +43,8 @@ def check_widths(config: DecoderConfig) -> None:
             "share, do not grow with the number of heads",
             "model.name",
         )
+    if isinstance(config, Qwen3_5Config):
+        raise ConfigError("there are no rules for other widths of gated delta nets", "model.name")
     if isinstance(config, RotaryConfig) and config.embedding_scale != 1.0:
         raise ConfigError(
             "there are no rules for other widths of a model whose embedding is multiplied by sqrt(dim)",
