@@ -119,6 +119,10 @@ def test_gradient_is_the_same_in_a_pipeline(run_on, layout: dict[str, Any]) -> N
             for option in ("norms", "norms+attention", "mlp")
         ),
         *(
+            full({**QWEN3_5, "shape": {**QWEN3_5["shape"], "n_mtp_layers": 1}}, world_size, layout)
+            for world_size, layout in [(2, {"tp": 2}), (4, {"tp": 2, "cp": 2, "compile": "aot_eager"})]
+        ),
+        *(
             full(QWEN3_5_MOE, world_size, layout)
             for world_size, layout in [
                 (2, {"tp": 2}), (4, {"tp": 2, "cp": 2}), (2, {"ep": 2}), (4, {"tp": 2, "ep": 4}),

@@ -40,6 +40,7 @@ KIND = "Hugging Face"
 # Settings of generation_config.json that exports leave out, with the values that transformers gives them.
 SETTINGS: dict[str, Any] = {"output_attentions": False, "output_hidden_states": False, "use_cache": True}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MULTI_TOKEN = "mtp."  # prefix of the weights of Qwen3.5's module for multi-token prediction
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8, "U8": torch.uint8,
@@ -78,6 +79,8 @@ def open_hugging_face(path: Path, family: ModelFamily | None = None) -> Weights:
     tensors = tensors if family is None else dequantized(tensors)
     if family is not None and family.hf_multimodal_type:
         tensors = _of_text(tensors)
+        if not getattr(family.config, "n_mtp_layers", 0):  # left out, as by transformers
+            tensors = {name: t for name, t in tensors.items() if not name.startswith(MULTI_TOKEN)}
     weights = Weights(path, KIND, tensors, _architecture(path, family))
     # The shapes of another architecture's parameters would not fit: check() says how it differs.
     if family is None or contradictions(family.config.architecture_fields(), weights.architecture):
@@ -87,16 +90,17 @@ def open_hugging_face(path: Path, family: ModelFamily | None = None) -> Weights:
 
 def _of_text(tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Return the tensors of a multimodal model's text model, under the names of a text model's directory,
-    which are `model.NAME` for `language_model.model.NAME` or `model.language_model.NAME`, and the head. In a
-    text model's directory, all tensors."""
+    which are `model.NAME` for `language_model.model.NAME` or `model.language_model.NAME`, the head, and the
+    modules for multi-token prediction. In a text model's directory, all tensors."""
     text = {}
     for name, stored in tensors.items():
         before, _, after = name.partition("language_model.")
         if before in ("", "model.") and after:
             text[before + after] = stored
-    if text and HEAD in tensors:
-        text[HEAD] = tensors[HEAD]
-    return text or tensors
+    if not text:
+        return tensors
+    beside = {name: t for name, t in tensors.items() if name == HEAD or name.startswith(MULTI_TOKEN)}
+    return text | beside
 
 
 def _index(path: Path) -> dict[str, str]:

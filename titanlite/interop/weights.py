@@ -214,7 +214,8 @@ def check(weights: Weights, family: ModelFamily) -> None:
     if absent := _absent_block(weights, net):
         raise ConfigError(
             f"{weights.path} has no weights of {absent}, which is for multi-token prediction: set "
-            "num_nextn_predict_layers in its config.json, and the job's model.overrides.n_mtp_layers, to 0"
+            "num_nextn_predict_layers (Qwen3.5: mtp_num_hidden_layers) in its config.json, and the job's "
+            "model.overrides.n_mtp_layers, to 0"
         )
     if differences := mismatches(weights, net):
         raise ConfigError(

@@ -257,9 +257,10 @@ class Decoder(nn.Module):
 class DecoderConfig:
     """The architecture fields that all families have. A family adds fields in a subclass.
 
-    Three names have a meaning for the rest of titanlite: `max_position`, the maximum sequence length in
-    tokens; `tie_word_embeddings`, which is true if embedding and head share a weight; and `attention_kinds`,
-    a list with the AttentionKind of each layer, without which all layers have full attention.
+    Four names have a meaning for the rest of titanlite: `max_position`, the maximum sequence length in
+    tokens; `tie_word_embeddings`, which is true if embedding and head share a weight; `n_mtp_layers`, the
+    number of modules for multi-token prediction; and `attention_kinds`, a list with the AttentionKind of each
+    layer, without which all layers have full attention.
 
     `may_be_zero`: fields for which 0 has a meaning; all other numbers have to be above 0."""
 
@@ -395,6 +396,12 @@ class ModelFamily(Component, kind="model", makes=(Decoder,)):
             raise ConfigError(
                 "embedding and head share a weight, but are in different pipeline stages; for a new model, "
                 "model.overrides.tie_word_embeddings = false gives each its own weight",
+                "parallelism.pipeline_parallel_degree",
+            )
+        if degree > 1 and getattr(self.config, "n_mtp_layers", None):
+            raise ConfigError(
+                "pipeline parallel does not support multi-token prediction: set "
+                "model.overrides.n_mtp_layers = 0 for a new model",
                 "parallelism.pipeline_parallel_degree",
             )
 

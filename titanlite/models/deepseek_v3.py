@@ -355,15 +355,6 @@ class DeepSeekV3(MoEFamily, name="deepseek_v3"):
                 "parallelism.tensor_parallel_degree",
             )
 
-    def check_pipeline_parallel(self, degree: int) -> None:
-        super().check_pipeline_parallel(degree)
-        if degree > 1 and self.config.n_mtp_layers:
-            raise ConfigError(
-                "pipeline parallel does not support multi-token prediction: set "
-                "model.overrides.n_mtp_layers = 0 for a new model",
-                "parallelism.pipeline_parallel_degree",
-            )
-
     def build(self) -> Decoder:
         return DeepSeekV3WithMTP(self.config) if self.config.n_mtp_layers else DeepSeekV3Decoder(self.config)
 

@@ -20,7 +20,7 @@ from titanlite.attention.base import Attention
 from titanlite.attention.sdpa import CAUSAL
 from titanlite.models.base import HeadFn, LossHead, logits
 from titanlite.models.decoder import Block, RotaryConfig, RotaryDecoder
-from titanlite.models.layers import Linear, RMSNorm, rope_tables
+from titanlite.models.layers import Linear, rope_tables
 
 MTP_PLAN = {  # Decoder.tp_plan of what a module has beside the parts of a block
     "enorm": "sequence",
@@ -35,10 +35,12 @@ class MultiTokenBlock(Block):
 
     def __init__(self, config: RotaryConfig, attention: nn.Module, mlp: nn.Module):
         super().__init__(config, attention, mlp)
-        self.enorm = RMSNorm(config.dim, config.norm_eps)
-        self.hnorm = RMSNorm(config.dim, config.norm_eps)
+        self.enorm = self.norm_type(config.dim, config.norm_eps)
+        self.hnorm = self.norm_type(config.dim, config.norm_eps)
         self.eh_proj = Linear(2 * config.dim, config.dim)
-        self.shared_head = nn.ModuleDict({"norm": RMSNorm(config.dim, config.norm_eps, config.logit_scale)})
+        self.shared_head = nn.ModuleDict(
+            {"norm": self.norm_type(config.dim, config.norm_eps, config.logit_scale)}
+        )
 
     def forward(  # type: ignore[override]
         self,

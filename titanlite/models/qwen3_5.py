@@ -19,11 +19,12 @@ from torch import nn
 from titanlite.attention.base import Attention, AttentionKind
 from titanlite.config.component import ConfigError
 from titanlite.models import decoder
-from titanlite.models.base import Decoder, ModelFamily, Role
-from titanlite.models.decoder import LayerKind, RotaryConfig, RotaryDecoder
+from titanlite.models.base import Decoder, Index, ModelFamily, Role
+from titanlite.models.decoder import LayerKind, RotaryConfig, RotaryDecoder, dense_mlp
 from titanlite.models.gated_delta_net import DT_BIAS_INIT, GatedDeltaNet, initial_a_log
 from titanlite.models.hf_config import from_hf, layers_to_hf, pattern_from_hf, to_hf
 from titanlite.models.layers import Linear, OffsetNorm, apply_rope
+from titanlite.models.multi_token import MultiTokenBlock, MultiTokenPrediction
 
 PATTERN = 4  # without layer_types, every fourth layer has attention
 ROTARY_SHARE = 0.25  # also of a missing key
@@ -42,8 +43,10 @@ class Qwen3_5Config(RotaryConfig):
     """The architecture of one flavor. Letters of layer_pattern: `L` attention over all earlier tokens, `D` a
     gated delta net. `rotary_share`: the share of each head's dims that rotary positions turn. `delta_*`: of
     gated delta nets, their heads of queries and keys and of values, the dims of these heads, and the tokens
-    that the convolution mixes."""
+    that the convolution mixes. `n_mtp_layers`: modules for multi-token prediction (multi_token.py), 0 or 1.
+    `mtp_loss_factor`: the weight of their loss."""
 
+    may_be_zero: ClassVar[tuple[str, ...]] = (*RotaryConfig.may_be_zero, "n_mtp_layers")
     letters: ClassVar[dict[str, str]] = {"L": "all earlier tokens", "D": "a gated delta net"}
 
     vocab_size: int = 248320
@@ -58,9 +61,13 @@ class Qwen3_5Config(RotaryConfig):
     delta_k_head_dim: int = 128
     delta_v_head_dim: int = 128
     delta_conv_width: int = 4
+    n_mtp_layers: int = 0
+    mtp_loss_factor: float = 0.3
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.n_mtp_layers > 1:
+            raise ConfigError(f"n_mtp_layers = {self.n_mtp_layers} is above 1")
         if self.delta_n_v_heads % self.delta_n_k_heads:
             raise ConfigError(
                 f"delta_n_v_heads = {self.delta_n_v_heads} is not a multiple of delta_n_k_heads = "
@@ -71,6 +78,10 @@ class Qwen3_5Config(RotaryConfig):
                 f"rotary_share = {self.rotary_share}: {self.rotary_share * self.head_dim:g} of head_dim = "
                 f"{self.head_dim} dims cannot be turned in pairs"
             )
+
+    def architecture_fields(self) -> dict[str, Any]:
+        fields = super().architecture_fields()
+        return {key: value for key, value in fields.items() if key not in ("n_mtp_layers", "mtp_loss_factor")}
 
     @property
     def rope_head_dim(self) -> int:
@@ -117,7 +128,8 @@ class Qwen3_5(ModelFamily, name="qwen3_5"):
     tp_fields: ClassVar[dict[str, str]] = ModelFamily.tp_fields | DELTA_TP_FIELDS
 
     def build(self) -> Decoder:
-        return Qwen3_5Decoder(self.config)
+        config = self.config
+        return Qwen3_5WithMTP(config) if config.n_mtp_layers else Qwen3_5Decoder(config)
 
     def hf_config(self) -> dict[str, Any]:
         return {
@@ -141,14 +153,17 @@ def fields_to_hf(config: Qwen3_5Config) -> dict[str, Any]:
         "partial_rotary_factor": config.rotary_share,
         **layers_to_hf(config),
         **{key: getattr(config, name) for key, name in DELTA_FIELDS.items()},
+        "mtp_num_hidden_layers": config.n_mtp_layers,
+        "mtp_use_dedicated_embeddings": False,
     }
 
 
 def fields_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The fields of a Qwen3_5Config that a config.json describes."""
     config = {key: value for key, value in config.items() if value is not None}
-    if config.get("attn_output_gate", True) is not True:
-        raise ConfigError("config.json: attn_output_gate: only true is supported")
+    for key, value in (("attn_output_gate", True), ("mtp_use_dedicated_embeddings", False)):
+        if config.get(key, value) is not value:
+            raise ConfigError(f"config.json: {key}: only {json.dumps(value)} is supported")
     # Of images only: the positions of a text are equal in all sections.
     rope = {
         key: value for key, value in config.get("rope_parameters", {}).items() if not key.startswith("mrope")
@@ -171,6 +186,7 @@ def fields_from_hf(config: dict[str, Any]) -> dict[str, Any]:
         "layer_pattern": pattern_from_hf(config.get("layer_types"), layers, default, Qwen3_5Config.letters),
         "rotary_share": share,
         **{field: config.get(key, known[field]) for key, field in DELTA_FIELDS.items()},
+        "n_mtp_layers": config.get("mtp_num_hidden_layers", 0),
     }
 
 
@@ -256,7 +272,7 @@ class Hybrid(RotaryDecoder):
 
     def set_up(self) -> None:
         """Call it at the end of __init__."""
-        letters = set(self.config.layer_letters)
+        letters = {*self.config.layer_letters, *["L"] * self.config.n_mtp_layers}
         other = [*["self_attn"] * ("L" not in letters), *["linear_attn"] * ("D" not in letters)]
         self.tp_plan = {
             name: style
@@ -296,9 +312,8 @@ class Hybrid(RotaryDecoder):
 
     def export_offset(self, name: str) -> float:
         # scale * (1 + weight) is 1 + the exported weight.
-        return (
-            self.export_factor(name) - 1.0 if name.endswith(("q_norm.weight", "model.norm.weight")) else 0.0
-        )
+        norms = ("q_norm.weight", "model.norm.weight", "shared_head.norm.weight")
+        return self.export_factor(name) - 1.0 if name.endswith(norms) else 0.0
 
     def flops_per_token(self, seq_len: int) -> int:
         return super().flops_per_token(seq_len) + sum(x.state_flops_per_token() for x in self.delta_nets())
@@ -310,3 +325,47 @@ class Qwen3_5Decoder(Hybrid):
     def __init__(self, config: Qwen3_5Config):
         super().__init__(config, SelfAttention, ATTENTION_PLAN, block=Block)
         self.set_up()
+
+
+class MTPBlock(MultiTokenBlock, Block):
+    """A module for multi-token prediction, with attention over all earlier tokens."""
+
+
+MTP_NAMES = {  # in a module: in Hugging Face's files
+    "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+    "eh_proj": "mtp.fc",
+    "shared_head.norm": "mtp.norm",
+}
+
+
+class WithMTP(MultiTokenPrediction):
+    """Adds the module to a Hybrid, under the names of the published files. transformers leaves it out."""
+
+    def add_module_with(self, mlp: nn.Module) -> None:
+        """Add the module. Call it at the end of __init__. `mlp`: of its block."""
+        config: Any = self.config
+        self.add_modules([MTPBlock(config, SelfAttention(config), mlp)], config.mtp_loss_factor)
+
+    def hf_tensors(self, name: str, shape: tuple[int, ...]) -> list[tuple[str, Index]]:
+        tensors, prefix = super().hf_tensors(name, shape), f"model.layers.{self.config.n_layers}."
+        if not name.startswith(prefix):
+            return tensors
+        return [(_published(file.removeprefix(prefix)), index) for file, index in tensors]
+
+    def hf_copies(self, name: str) -> list[str]:
+        return []
+
+
+def _published(name: str) -> str:
+    """The name in the published files of the tensor `name` of the module."""
+    module, _, parameter = name.rpartition(".")
+    return f"{MTP_NAMES[module]}.{parameter}" if module in MTP_NAMES else f"mtp.layers.0.{name}"
+
+
+class Qwen3_5WithMTP(WithMTP, Qwen3_5Decoder):
+    """The dense model with a module for multi-token prediction."""
+
+    def __init__(self, config: Qwen3_5Config):
+        super().__init__(config)
+        self.add_module_with(dense_mlp(config, config.n_layers))

@@ -24,6 +24,7 @@ from titanlite.models.qwen3_5 import (
     Hybrid,
     Qwen3_5Config,
     SelfAttention,
+    WithMTP,
     fields_from_hf,
     fields_to_hf,
 )
@@ -34,7 +35,7 @@ class Qwen3_5MoEConfig(Qwen3_5Config, MoEConfig):
     """The architecture of one flavor. `hidden_dim`: 0, there are no dense blocks. `shared_hidden_dim`: hidden
     units of the shared expert."""
 
-    may_be_zero: ClassVar[tuple[str, ...]] = (*MoEConfig.may_be_zero, "hidden_dim")
+    may_be_zero: ClassVar[tuple[str, ...]] = (*Qwen3_5Config.may_be_zero, "hidden_dim")
 
     hidden_dim: int = 0
     n_kv_heads: int = 2
@@ -82,7 +83,8 @@ class Qwen3_5MoE(MoEFamily, name="qwen3_5_moe"):
     }
 
     def build(self) -> Decoder:
-        return Qwen3_5MoEDecoder(self.config)
+        config = self.config
+        return Qwen3_5MoEWithMTP(config) if config.n_mtp_layers else Qwen3_5MoEDecoder(config)
 
     def hf_config(self) -> dict[str, Any]:
         fields = {
@@ -145,3 +147,11 @@ class Qwen3_5MoEDecoder(Hybrid, MoEDecoder):
 
     def parameter_role(self, name: str) -> Role:
         return "router" if name.endswith("shared_expert_gate.weight") else super().parameter_role(name)
+
+
+class Qwen3_5MoEWithMTP(WithMTP, Qwen3_5MoEDecoder):
+    """The model with experts and a module for multi-token prediction."""
+
+    def __init__(self, config: Qwen3_5MoEConfig):
+        super().__init__(config)
+        self.add_module_with(GatedSharedMoE(config))

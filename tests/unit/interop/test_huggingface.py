@@ -101,21 +101,39 @@ def test_the_text_model_of_a_multimodal_model_is_read(tmp_path: Path, prefix: st
 
 
 @torch.no_grad()
-def test_the_head_of_a_multimodal_model_is_read(tmp_path: Path) -> None:
-    """Of Qwen3.5's published files: the head has the name that it has in a text model, and there are weights
-    of images and of multi-token prediction beside those of the text model."""
-    model_family = family(**VARIANTS["qwen3_5, tied"], tie_word_embeddings=False)
-    theirs = hugging_face(model_family)
-    theirs.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = {name.replace("model.", "model.language_model."): t for name, t in load_file(file).items()}
-    assert "lm_head.weight" in tensors
-    others = ("model.visual.patch_embed.proj.weight", "mtp.fc.weight")
-    save_file(tensors | {name: torch.zeros(2, 2) for name in others}, file)
-    text = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+@pytest.mark.parametrize("variant", ["qwen3_5, tied", full("qwen3_5_moe")])
+def test_published_files_of_qwen3_5(tmp_path: Path, variant: str) -> None:
+    """They are a multimodal model's, with weights of images, and name the module for multi-token prediction
+    and the head beside the text model. All weights of the text model are in an export; without n_mtp_layers,
+    the module is left out."""
+    model_family = family(**VARIANTS[variant] | {"tie_word_embeddings": False, "n_mtp_layers": 1})
+    net = random_net(model_family)
+    whole = {name: t for name, t in net.state_dict().items() if not name.endswith("tokens_per_expert")}
+    published = {
+        file.replace("model.", "model.language_model."): t[index].clone()
+        for name, t in whole.items()
+        for file, index in net.hf_tensors(name, tuple(t.shape))
+    }
+    assert {"lm_head.weight", "mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight"} <= {
+        *published
+    }
+    images = {"model.visual.patch_embed.proj.weight": torch.zeros(2, 2)}
+    save_file(published | images, tmp_path / "model.safetensors")
+    text = model_family.hf_config()
+    model_type = type(model_family).hf_multimodal_type
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "text_config": text}))
     assert read_family(tmp_path).config == model_family.config
-    assert (imported(tmp_path, model_family)(row()) - theirs(input_ids=row()).logits).abs().max() < 1e-4
+    loaded = imported(tmp_path, model_family)
+    assert all(torch.equal(p, whole[name]) for name, p in loaded.named_parameters())
+
+    weights = open_hugging_face(tmp_path, model_family)
+    write_directory(weights, tmp_path / "out", ModelAndTokenizer(model_family, Bytes().build()))
+    exported = tensors_in(tmp_path / "out")
+    assert exported.keys() == {name.replace("language_model.", "") for name in published}
+    assert json.loads((tmp_path / "out/config.json").read_text())["mtp_num_hidden_layers"] == 1
+    without = family(**VARIANTS[variant] | {"tie_word_embeddings": False})
+    exact = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")(row()).logits
+    assert (imported(tmp_path, without)(row()) - exact).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("variant", sampled(VARIANTS, {"tied", "qwen2, yarn", "olmoe", "deepseek_v3"}))

@@ -20,7 +20,7 @@ from titanlite.attention.linear import LinearBackend
 from titanlite.attention.sdpa import SDPA
 from titanlite.config.component import ConfigError
 from titanlite.models import qwen3_5
-from titanlite.models.base import Decoder, ModelFamily
+from titanlite.models.base import Decoder, LossHead, ModelFamily
 from titanlite.models.hf_config import read_family
 from titanlite.models.layers import OffsetNorm
 from titanlite.models.qwen3_5 import Qwen3_5
@@ -79,15 +79,15 @@ def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
-def theirs_of(net: Decoder, family: ModelFamily) -> Any:
-    """transformers' model with the same weights."""
+def theirs_of(net: Decoder, family: ModelFamily, state: dict[str, torch.Tensor] | None = None) -> Any:
+    """transformers' model with the weights of `net` or of `state`."""
     import transformers
 
     config = transformers.AutoConfig.for_model(**family.hf_config())
     theirs = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="eager"
     )
-    state = {name: value for name, value in net.state_dict().items() if name in dict(net.named_parameters())}
+    state = dict(net.named_parameters()) if state is None else state
     missing, unexpected = theirs.load_state_dict(state, strict=False)
     assert not unexpected
     assert missing == (["lm_head.weight"] if family.config.tie_word_embeddings else [])
@@ -144,6 +144,58 @@ def test_control_each_part_counts(doubles: None, fault: str, monkeypatch: pytest
     else:
         monkeypatch.setattr(OffsetNorm, "offset", 0.0)
     assert (net.double()(tokens()) - wanted).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("case", ["dense", full("tied")])
+def test_multi_token_prediction_is_a_plain_computation(doubles: None, case: str) -> None:
+    """Loss and gradients are those of transformers' layer behind the joining of its two inputs. The order of
+    the two is vllm's, as other programs repeat it."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+
+    net = random_net(family_of(case, n_mtp_layers=1)).double()
+    ids, T = tokens(), 100
+    names = net.hf_tensors
+    state = {names(name, p.shape)[0][0]: p for name, p in net.named_parameters()}
+    assert len(state) == len(dict(net.named_parameters()))
+
+    def loss(hidden: torch.Tensor, weight: torch.Tensor, shift: int = 1) -> torch.Tensor:
+        logits = hidden[:, : T - shift] @ weight.T
+        return torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), ids[:, shift:].flatten(), reduction="sum"
+        )
+
+    later = torch.nn.functional.pad(ids[:, 1:], (0, 1))
+    head = LossHead(loss, lambda distance: (later, lambda h, w: loss(h, w, 1 + distance)))
+    main = net(ids, head_fn=head)
+    actual = net.auxiliary_losses()["mtp_loss"]
+
+    family = family_of(case)
+    theirs = theirs_of(net, family, {name: p for name, p in state.items() if not name.startswith("mtp.")})
+    layer = Qwen3_5DecoderLayer(theirs.config, theirs.config.layer_types.index("full_attention")).double()
+    prefix = "mtp.layers.0."
+    layer.load_state_dict({n.removeprefix(prefix): p for n, p in state.items() if n.startswith(prefix)})
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + state[f"mtp.{name}.weight"])
+
+    def expected(embedding_first: bool = True) -> torch.Tensor:
+        h = theirs.model(ids).last_hidden_state
+        embedded = theirs.model.embed_tokens(later)
+        both = norm(embedded, "pre_fc_norm_embedding"), norm(h, "pre_fc_norm_hidden")
+        x = torch.cat(both if embedding_first else both[::-1], -1) @ state["mtp.fc.weight"].T
+        mask = torch.full((T, T), -torch.inf, dtype=x.dtype).triu(1)[None, None]
+        x = layer(x, theirs.model.rotary_emb(x, torch.arange(T)[None]), mask)
+        return 0.3 * loss(norm(x, "norm"), theirs.lm_head.weight, 2)
+
+    wanted = expected()
+    assert actual.item() == pytest.approx(wanted.item(), rel=1e-10)
+    assert expected(embedding_first=False).item() != pytest.approx(wanted.item(), rel=1e-3)  # control
+    assert main.item() == pytest.approx(
+        loss(theirs.model(ids).last_hidden_state, theirs.lm_head.weight).item()
+    )
+    (of_ours,) = torch.autograd.grad(actual, [net.get_parameter("model.embed_tokens.weight")])
+    (of_theirs,) = torch.autograd.grad(wanted, [theirs.model.embed_tokens.weight])
+    assert (of_ours - of_theirs).abs().max() < 1e-8 * of_theirs.abs().max()
 
 
 @torch.no_grad()
@@ -220,7 +272,7 @@ def test_sizes(family: type[ModelFamily], flavor: str, size: int) -> None:
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_written_config_is_read_back(case: str, tmp_path: Path) -> None:
-    family = family_of(case, max_position=4096, rope_theta=5e5)
+    family = family_of(case, max_position=4096, rope_theta=5e5, n_mtp_layers=1)
     (tmp_path / "config.json").write_text(json.dumps(family.hf_config()))
     read = read_family(tmp_path)
     assert (type(read), read.config) == (type(family), family.config)
@@ -243,7 +295,7 @@ PUBLISHED: dict[str, Any] = {  # text_config of Qwen3.5-27B, as other programs r
 
 
 def test_a_published_config_is_the_flavor(tmp_path: Path) -> None:
-    flavor = Qwen3_5(flavor="27B").config
+    flavor = Qwen3_5(flavor="27B", overrides={"n_mtp_layers": 1}).config
     layer_types = (["linear_attention"] * 3 + ["full_attention"]) * 16
     multimodal = {"model_type": "qwen3_5", "text_config": PUBLISHED, "vision_config": {}}
     for config in (PUBLISHED, {**PUBLISHED, "layer_types": layer_types}, multimodal):
@@ -255,6 +307,7 @@ def test_a_published_config_is_the_flavor(tmp_path: Path) -> None:
     ("changed", "message"),
     [
         ({"attn_output_gate": False}, "attn_output_gate: only true is supported"),
+        ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings: only false is supported"),
         ({"full_attention_interval": 0}, "full_attention_interval = 0 is not a number of layers"),
         ({"layer_types": ["sliding_attention"] * 64}, 'layer_types: "sliding_attention" is not supported'),
         ({"linear_num_value_heads": 40}, "delta_n_v_heads = 40 is not a multiple of delta_n_k_heads = 16"),
