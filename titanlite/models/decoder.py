@@ -21,7 +21,16 @@ from titanlite.attention.base import Attention, AttentionKind
 from titanlite.attention.sdpa import CAUSAL
 from titanlite.config.component import ConfigError, suggest
 from titanlite.models.base import Decoder, DecoderConfig, HeadFn, logits
-from titanlite.models.layers import Head, Linear, RMSNorm, RopeScaling, SwiGLU, apply_rope, rope_tables
+from titanlite.models.layers import (
+    Head,
+    Linear,
+    RMSNorm,
+    RopeScaling,
+    SwiGLU,
+    apply_rope,
+    identity_tables,
+    rope_tables,
+)
 
 INIT_STD = 0.02
 INIT_FIELDS = ("matrix_init_std", "depth_scaled_init", "router_init_std")  # decide initial weights only
@@ -46,10 +55,11 @@ def shortest_pattern(pattern: str, num_layers: int) -> str:
 
 
 class LayerKind(NamedTuple):
-    """Attention and rotary positions of a layer. `rope`: base and scaling of the rotary positions."""
+    """Attention and rotary positions of a layer. `rope`: base and scaling of the rotary positions; None: it
+    has no rotary positions."""
 
     attention: AttentionKind
-    rope: tuple[float, RopeScaling]
+    rope: tuple[float, RopeScaling] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +68,9 @@ class RotaryConfig(DecoderConfig):
     training.seq_len is refused.
 
     `layer_pattern`: the attention of each layer by one letter, repeated over the layers: `L` all earlier
-    tokens, `S` the newest `sliding_window` tokens, itself included. Empty: all layers are S if
-    sliding_window is above 0, otherwise L. `window_rope_theta`: the rotary base of S layers; 0: rope_theta.
+    tokens, `S` the newest `sliding_window` tokens, itself included, `N` all earlier tokens without rotary
+    positions (NoPE, Kazemnejad et al. 2023). Empty: all layers are S if sliding_window is above 0, otherwise
+    L. `window_rope_theta`: the rotary base of S layers; 0: rope_theta.
     `window_rope_scaled`: whether their rotary frequencies are scaled, too.
 
     `rope_factor` above 1 scales the rotary frequencies for sequences that are longer than
@@ -73,7 +84,9 @@ class RotaryConfig(DecoderConfig):
     that write to the residual stream (GPT-2), so that the variance of the stream does not grow with depth."""
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("sliding_window", "window_rope_theta", "rope_attention_factor")
-    letters: ClassVar[dict[str, str]] = {"L": "all earlier tokens", "S": "the window"}
+    letters: ClassVar[dict[str, str]] = {
+        "L": "all earlier tokens", "S": "the window", "N": "all earlier tokens without rotary positions",
+    }  # fmt: skip
     """The letters of layer_pattern with their meaning. A family with others overrides `kind_of`, too."""
 
     norm_eps: float
@@ -150,11 +163,13 @@ class RotaryConfig(DecoderConfig):
 
     def kind_of(self, letter: str) -> LayerKind:
         """The kind of the layers with this letter in layer_pattern."""
-        if letter == "L":
-            return LayerKind(AttentionKind(), (self.rope_theta, self.rope_scaling))
+        if letter != "S":
+            rope = None if letter == "N" else (self.rope_theta, self.rope_scaling)
+            return LayerKind(AttentionKind(), rope)
         scaling = self.rope_scaling if self.window_rope_scaled else RopeScaling()
-        rope = self.window_rope_theta or self.rope_theta, scaling
-        return LayerKind(AttentionKind(self.sliding_window), rope)
+        return LayerKind(
+            AttentionKind(self.sliding_window), (self.window_rope_theta or self.rope_theta, scaling)
+        )
 
     @property
     def attention_kinds(self) -> list[AttentionKind]:
@@ -341,7 +356,10 @@ class Model(nn.Module):
             tokens_BT = positions.expand(len(x), -1)
             attentions = {kind: attention.of_kind(kind, tokens_BT) for kind in attentions}
         dim = self.config.rope_head_dim
-        tables = {rope: rope_tables(positions, dim, *rope) for rope in {kind.rope for kind in kinds}}
+        tables = {
+            rope: rope_tables(positions, dim, *rope) if rope else identity_tables(positions, dim)
+            for rope in {kind.rope for kind in kinds}
+        }
         h_BTD = x if self.embed_tokens is None else self.embed_tokens(x)
         if self.embed_tokens is not None and (scale := self.config.embedding_scale) != 1.0:
             # A tensor, because Hugging Face's models round the factor to the dtype of the hidden states, too.

@@ -65,7 +65,13 @@ DEFAULT_WINDOW, DEFAULT_WINDOW_LAYERS = 4096, 28  # transformers' values for mis
 def to_hf(config: RotaryConfig, rope_by_layer_type: bool = False) -> dict[str, Any]:
     """The keys of a config.json that describe `config`, apart from its sliding window. `rope_by_layer_type`:
     the family's rope_parameters have an object for each type of layer. Otherwise, raises ConfigError if the
-    rotary embeddings of the layers differ."""
+    rotary embeddings of the layers differ. Raises ConfigError for layers without rotary positions."""
+    if "N" in config.shortest_pattern:
+        raise ConfigError(
+            f"layer_pattern = {config.layer_pattern!r}: in Hugging Face's form of this family all layers "
+            "have rotary positions",
+            "model.overrides.layer_pattern",
+        )
     if not rope_by_layer_type:
         _check_equal_ropes(config)
     rope: dict[str, Any] = {}
@@ -226,7 +232,7 @@ def pattern_from_hf(layer_types: Any, num_layers: int, default: str, letters: Co
     if layer_types:
         if not isinstance(layer_types, list) or len(layer_types) != num_layers:
             raise ConfigError(f"config.json: layer_types is not a list of {num_layers} layers")
-        by_type = {LAYER_TYPES[letter]: letter for letter in letters}
+        by_type = {name: letter for letter, name in LAYER_TYPES.items() if letter in letters}
         for layer_type in layer_types:
             if layer_type not in by_type:
                 raise ConfigError(f"config.json: layer_types: {json.dumps(layer_type)} is not supported")

@@ -150,6 +150,12 @@ def rope_tables(
     return (cos, sin) if scaling.magnitude == 1.0 else (cos * scaling.magnitude, sin * scaling.magnitude)
 
 
+def identity_tables(positions: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin as rope_tables returns them, with which apply_rope changes nothing."""
+    shape = (*positions.shape, head_dim)
+    return torch.ones(shape, device=positions.device), torch.zeros(shape, device=positions.device)
+
+
 def apply_rope(x_BTHE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate queries or keys by their positions, in fp32. `cos` and `sin` are [T, E] or [B, T, E].
 

@@ -77,6 +77,21 @@ def test_patterns_with_the_same_layers_are_one_architecture() -> None:
     assert not contradictions(fields(), fields(window_rope_scaled=False))
 
 
+@torch.no_grad()
+def test_layers_without_rotary_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are layers of another model whose rotary positions are all 0."""
+    net, kinds = model(layer_pattern="NL"), list[Any]()
+    for block in net.blocks().values():
+        block.register_forward_hook(lambda block, args, out: kinds.append(args[1]))
+    out = net(TOKENS)
+    assert [bool((cos == 1).all()) for cos in kinds] == [True, False, True]
+    alone = model(layer_pattern="N", n_layers=1)
+    assert torch.equal(alone(TOKENS), model(n_layers=1)(TOKENS, torch.zeros(20, dtype=torch.int64)))
+    assert (out - model()(TOKENS)).abs().max() > 0.1  # control
+    with pytest.raises(ConfigError, match="all layers have rotary positions"):
+        Qwen3(flavor="debug", overrides={**SHAPE, "layer_pattern": "NL"}).hf_config()
+
+
 def test_rotary_positions_by_kind_have_no_place_in_a_config_json() -> None:
     for overrides in (MIXED, {"sliding_window": 4, "rope_factor": 2.0, "window_rope_scaled": False}):
         with pytest.raises(ConfigError, match="all layers have the same rotary embedding"):
