@@ -18,20 +18,20 @@ from titanlite.attention.linear import LinearAttention, LinearBackend, ShardedLi
 from titanlite.attention.sdpa import SDPA
 from titanlite.models.base import AttentionKind
 
-B, SIZE, K, H, E, V = 2, 6, 2, 4, 8, 6  # SIZE: tokens of a chunk
+B, K, H, E, V = 2, 2, 4, 8, 6
 KIND = AttentionKind(is_linear=True)
 
 
-def tensors(num_chunks: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+def tensors(num_chunks: int, size: int) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The inputs of the convolution and of the rule for whole sequences, and positions within documents. Some
     documents begin at a chunk, at its last token, and in every chunk."""
-    g, T = torch.Generator().manual_seed(0), num_chunks * SIZE
+    g, T = torch.Generator().manual_seed(0), num_chunks * size
     shapes = [(B, T, 5), (5, 4), (B, T, K, E), (B, T, K, E), (B, T, H, V), (B, T, H), (B, T, H)]
     x, weight, q, k, v, decay, beta = (torch.randn(s, generator=g, dtype=torch.float64) for s in shapes)
     starts = torch.zeros(B, T, dtype=torch.bool)
     starts[:, 0] = True
-    starts[0, [SIZE, 2 * SIZE - 1, 3 * SIZE + 1]] = True
-    starts[1, 2 * SIZE + 2] = True
+    starts[0, [size, 2 * size - 1, min(3 * size + 1, T - 1)]] = True
+    starts[1, min(2 * size + 2, T - 1)] = True
     indices = torch.arange(T).expand(B, -1)
     positions = indices - torch.where(starts, indices, 0).cummax(1).values
     return [x, weight, q, k, v, -decay.exp() * 0.3, beta.sigmoid()], positions
@@ -64,10 +64,12 @@ class _OtherOrder(ShardedLinearAttention):
         return super()._states_before(chunks).roll(B, 0)
 
 
-def errors_on_rank(world_size: int, documents: bool, kind: type[ShardedLinearAttention]) -> list[float]:
-    """The largest errors of the outputs and gradients of this rank."""
+def errors_on_rank(
+    world_size: int, documents: bool, kind: type[ShardedLinearAttention], size: int = 6
+) -> list[float]:
+    """The largest errors of the outputs and gradients of this rank. `size`: tokens of a chunk."""
     sharding = SequenceSharding(init_device_mesh("cpu", (world_size,)))
-    inputs, positions = tensors(2 * world_size)
+    inputs, positions = tensors(2 * world_size, size)
     length = positions.shape[1]
     backend = LinearBackend(softmax=SDPA(), rule=torch_rule)
     given = positions if documents else None
@@ -93,11 +95,16 @@ def errors_on_rank(world_size: int, documents: bool, kind: type[ShardedLinearAtt
     ]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "documents"), [(2, True), full(2, False), full(3, True), full(1, True)]
-)
+@pytest.mark.parametrize(("world_size", "documents"), [(2, True), full(2, False), full(3, True)])
 def test_equal_to_whole_sequences(world_size: int, documents: bool) -> None:
     for errors in run(world_size, errors_on_rank, world_size, documents, ShardedLinearAttention):
+        assert max(errors) < 1e-12
+
+
+@pytest.mark.parametrize(("world_size", "size"), [(2, 1), full(2, 2), full(3, 1)])
+@pytest.mark.parametrize("documents", [False, full(True)])
+def test_chunks_that_are_shorter_than_the_convolution(world_size: int, size: int, documents: bool) -> None:
+    for errors in run(world_size, errors_on_rank, world_size, documents, ShardedLinearAttention, size):
         assert max(errors) < 1e-12
 
 

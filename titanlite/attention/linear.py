@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 
 from titanlite.attention.base import Attention, AttentionBackend, AttentionKind, AttentionNeeds
 from titanlite.attention.context_parallel import SequenceSharding
@@ -56,19 +57,17 @@ class ShardedLinearAttention(LinearAttention):
         self.sharding, self.starts = sharding, starts
 
     def convolve(self, x_BTD: torch.Tensor, weight_DW: torch.Tensor) -> torch.Tensor:
-        num_earlier = weight_DW.shape[1] - 1
-        chunks = self.sharding.chunks_with_previous(x_BTD, num_earlier)
-        starts = None
-        if self.starts is not None:
-            padded = torch.nn.functional.pad(self.starts, (num_earlier, 0))
-            size = x_BTD.shape[1] // 2
-            starts = torch.cat(
-                [
-                    padded[:, chunk * size : (chunk + 1) * size + num_earlier]
-                    for chunk in self.sharding.own_chunks
-                ]
-            )
-        return self.sharding.joined(short_convolution(chunks, weight_DW, starts)[0][:, num_earlier:])
+        sharding, starts = self.sharding, self.starts
+        num_earlier, size = weight_DW.shape[1] - 1, x_BTD.shape[1] // 2
+        if size < num_earlier:  # of a short prompt: the tokens before a chunk are in several chunks
+            whole, _ = short_convolution(sharding.gather_in_order(x_BTD), weight_DW, starts)
+            return torch.cat([whole.split(size, 1)[chunk] for chunk in sharding.own_chunks], 1)
+        chunks = sharding.chunks_with_previous(x_BTD, num_earlier)
+        if starts is not None:
+            starts = F.pad(starts, (num_earlier, 0))
+            spans = [slice(chunk * size, (chunk + 1) * size + num_earlier) for chunk in sharding.own_chunks]
+            starts = torch.cat([starts[:, span] for span in spans])
+        return sharding.joined(short_convolution(chunks, weight_DW, starts)[0][:, num_earlier:])
 
     def attend_linearly(self, inputs: RuleInputs) -> torch.Tensor:
         sharding = self.sharding
@@ -79,12 +78,12 @@ class ShardedLinearAttention(LinearAttention):
     def _states_before(self, chunks: RuleInputs) -> torch.Tensor:
         """The states before this rank's chunks, fp32 [2 B, H, E, V]. Collective."""
         size, (E, V) = self.sharding.size, (chunks.k_BTKE.shape[-1], chunks.v_BTHV.shape[-1])
-        # From the state (0, 1), with values of zero beside the values, the rule ends in (N, M).
-        beside = chunks.v_BTHV.new_zeros(*chunks.v_BTHV.shape[:-1], E)
-        with_zeros = chunks._replace(v_BTHV=torch.cat((chunks.v_BTHV, beside), -1))
-        dtype = torch.promote_types(chunks.v_BTHV.dtype, torch.float32)
-        first = torch.eye(E, V + E, dtype=dtype, device=beside.device).roll(V, -1)
-        first = first.expand(len(beside), beside.shape[2], E, V + E)
+        # From the state (0, 1), with values of zero behind the values, the rule ends in (N, M).
+        zeros = chunks.v_BTHV.new_zeros(*chunks.v_BTHV.shape[:-1], E)
+        with_zeros = chunks._replace(v_BTHV=torch.cat((chunks.v_BTHV, zeros), -1))
+        dtype = torch.promote_types(zeros.dtype, torch.float32)
+        first = torch.eye(E, V + E, dtype=dtype, device=zeros.device).roll(V, -1)
+        first = first.expand(len(zeros), zeros.shape[2], E, V + E)
         _, last = self.rule(with_zeros, first, self.documents, True)
         assert last is not None
         gathered = self.sharding.gather_in_order(last.unflatten(0, (2, -1)).transpose(0, 1))  # [B, 2 R, ...]
@@ -120,7 +119,8 @@ class CachedLinearAttention(LinearAttention):
     def convolve(self, x_BTD: torch.Tensor, weight_DW: torch.Tensor) -> torch.Tensor:
         self._state = next(self._layers)
         starts = None if self.documents is None else self.documents.starts
-        out, self._state.convolution = short_convolution(x_BTD, weight_DW, starts, self._state.convolution)
+        out, last = short_convolution(x_BTD, weight_DW, starts, self._state.convolution)
+        self._state.convolution = last.clone()  # not a view, which would keep the inputs of all tokens
         return out
 
     def attend_linearly(self, inputs: RuleInputs) -> torch.Tensor:

@@ -77,11 +77,13 @@ def open_hugging_face(path: Path, family: ModelFamily | None = None) -> Weights:
         name, file = next(iter(file_of.items()))
         raise ConfigError(f"{name} is not in {path / file}, where {INDEX} places it")
     tensors = tensors if family is None else dequantized(tensors)
+    architecture = _architecture(path, family)
     if family is not None and family.hf_multimodal_type:
         tensors = _of_text(tensors)
         if not getattr(family.config, "n_mtp_layers", 0):  # left out, as by transformers
             tensors = {name: t for name, t in tensors.items() if not name.startswith(MULTI_TOKEN)}
-    weights = Weights(path, KIND, tensors, _architecture(path, family))
+            architecture = {key: value for key, value in architecture.items() if key != "n_mtp_layers"}
+    weights = Weights(path, KIND, tensors, architecture)
     # The shapes of another architecture's parameters would not fit: check() says how it differs.
     if family is None or contradictions(family.config.architecture_fields(), weights.architecture):
         return weights

@@ -82,9 +82,12 @@ class BlockShape:
     @classmethod
     def of(cls, net: Decoder, **how: int | bool) -> BlockShape:
         config, num_layers = net.config, len(net.moe_layers())
-        if num_layers not in (0, len(net.blocks())) or config.v_head_dim != config.head_dim:
+        is_latent = config.v_head_dim != config.head_dim
+        is_linear = any(kind.is_linear for kind in getattr(config, "attention_kinds", ()))
+        if num_layers not in (0, len(net.blocks())) or is_latent or is_linear or net.training_blocks():
             raise ConfigError(
-                "models with blocks of two kinds or latent attention cannot be planned yet",
+                "models with blocks of two kinds, latent attention, linear attention or multi-token "
+                "prediction cannot be planned yet",
                 "model.name",
             )
         hidden, experts = config.hidden_dim, dict[str, Any]()

@@ -126,7 +126,7 @@ class Decoder(nn.Module):
         raise NotImplementedError
 
     def init_function(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """A function, elementwise, from values of this normal distribution, fp32, to the initial values of
+        """A function, elementwise, from the values that init_normal describes, fp32, to the initial values of
         the parameter `name`. Default: None, the values themselves."""
         return None
 

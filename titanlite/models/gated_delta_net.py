@@ -22,15 +22,10 @@ from torch import nn
 from titanlite.attention.gated_delta_rule import state_flops_per_token
 from titanlite.attention.gated_delta_rule_kernels import RuleInputs
 from titanlite.attention.linear import LinearAttention
-from titanlite.models.layers import Linear, RMSNorm
+from titanlite.models.layers import Linear, RMSNorm, all_heads
 
 DT_BIAS_INIT = 1.0
 DECAY_RATE_INIT = (0.01, 16.0)  # exp(A_log) is initially uniform between these two
-
-
-def whole(parameter: Any) -> torch.Tensor:
-    """The parameter of a rank that has all heads."""
-    return parameter
 
 
 def initial_a_log(normal: torch.Tensor) -> torch.Tensor:
@@ -54,7 +49,7 @@ class ConvolutionWeight(nn.Module):
     def __init__(self, num_channels: int, width: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_channels, 1, width))
-        self.own_rows: Callable[[Any], torch.Tensor] = whole
+        self.own_rows: Callable[[Any], torch.Tensor] = all_heads
 
     def forward(self) -> torch.Tensor:
         """The weights [C, W] of this rank's channels."""
@@ -62,7 +57,7 @@ class ConvolutionWeight(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """Queries, keys and values are projected, mixed with the three tokens before and passed through SiLU.
+    """Queries, keys and values are projected, convolved over `conv_width` tokens and passed through SiLU.
     beta = sigmoid(in_proj_b(x)) and the log decay = -exp(A_log) softplus(in_proj_a(x) + dt_bias) are numbers
     for each token and head of the values. The outputs of the rule are normalised for each head, gated by
     silu(in_proj_z(x)) and projected.
@@ -95,7 +90,7 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_z = Linear(dim, value_dim)
         self.in_proj_b = Linear(dim, num_value_heads)
         self.in_proj_a = Linear(dim, num_value_heads)
-        self.own_heads: Callable[[Any], torch.Tensor] = whole
+        self.own_heads: Callable[[Any], torch.Tensor] = all_heads
 
     def forward(
         self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: LinearAttention

@@ -21,6 +21,7 @@ from titanlite.models.base import Decoder, Index, ModelFamily, Role
 from titanlite.models.decoder import INIT_STD, LayerKind, RotaryConfig
 from titanlite.models.grouped_mm import grouped_mm, grouped_mm_weight
 from titanlite.models.hf_config import from_hf, layers_from_hf, layers_to_hf, to_hf
+from titanlite.models.layers import all_heads
 from titanlite.models.load_balance import is_load
 from titanlite.models.moe import (
     MULTIPLE,
@@ -162,11 +163,6 @@ class GptOss(MoEFamily, name="gpt_oss"):
         )
 
 
-def all_sinks(sinks_H: torch.Tensor) -> torch.Tensor:
-    """The sinks of a rank that has all heads."""
-    return sinks_H
-
-
 class SelfAttention(decoder.SelfAttention):
     """Attention with biases in all projections and a sink for each head. `own_heads`: a function that selects
     the sinks of this rank's heads, which parallel/ may replace."""
@@ -176,7 +172,7 @@ class SelfAttention(decoder.SelfAttention):
     def __init__(self, config: RotaryConfig):
         super().__init__(config)
         self.sinks = nn.Parameter(torch.empty(config.n_heads))
-        self.own_heads: Callable[[Any], torch.Tensor] = all_sinks
+        self.own_heads: Callable[[Any], torch.Tensor] = all_heads
 
     def sinks_of_heads(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         # Rounded as FSDP gathers them.

@@ -36,6 +36,11 @@ class Head(Linear):
         return head_fn(h_BTD, self.weight)
 
 
+def all_heads(parameter: torch.Tensor) -> torch.Tensor:
+    """The values of a parameter for the heads of a rank that has all heads."""
+    return parameter
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) * weight over the last dim."""
     return F.rms_norm(x, weight.shape, weight, eps)

@@ -81,7 +81,7 @@ class Qwen3_5Config(RotaryConfig):
 
     def architecture_fields(self) -> dict[str, Any]:
         fields = super().architecture_fields()
-        return {key: value for key, value in fields.items() if key not in ("n_mtp_layers", "mtp_loss_factor")}
+        return {key: value for key, value in fields.items() if key != "mtp_loss_factor"}
 
     @property
     def rope_head_dim(self) -> int:
@@ -164,28 +164,27 @@ def fields_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     for key, value in (("attn_output_gate", True), ("mtp_use_dedicated_embeddings", False)):
         if config.get(key, value) is not value:
             raise ConfigError(f"config.json: {key}: only {json.dumps(value)} is supported")
-    # Of images only: the positions of a text are equal in all sections.
-    rope = {
-        key: value for key, value in config.get("rope_parameters", {}).items() if not key.startswith("mrope")
-    }
+    rope = config.get("rope_parameters", {})
+    if not isinstance(rope, dict):
+        raise ConfigError("config.json: rope_parameters is not an object")
+    # The others are of images: the positions of a text are equal in all sections.
+    rope = {key: value for key, value in rope.items() if not key.startswith("mrope")}
     share = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", ROTARY_SHARE))
     fields = from_hf(
         config | {"rope_parameters": rope}, ("partial_rotary_factor",), num_key_value_heads=4, head_dim=256,
         rms_norm_eps=1e-6, tie_word_embeddings=False, max_position_embeddings=32768,
     )  # fmt: skip
-    every = config.get("full_attention_interval", PATTERN)
-    if type(every) is not int or every < 1:
+    interval, layers = config.get("full_attention_interval", PATTERN), fields["n_layers"]
+    if type(interval) is not int or interval < 1:
         raise ConfigError(
-            f"config.json: full_attention_interval = {json.dumps(every)} is not a number of layers"
+            f"config.json: full_attention_interval = {json.dumps(interval)} is not a number of layers"
         )
-    layers = fields["n_layers"]
-    default = "D" * (min(every, layers + 1) - 1) + "L"
-    known = {field: getattr(Qwen3_5Config, field) for field in DELTA_FIELDS.values()}
+    pattern = "D" * (min(interval, layers + 1) - 1) + "L"
     return {
         **fields,
-        "layer_pattern": pattern_from_hf(config.get("layer_types"), layers, default, Qwen3_5Config.letters),
+        "layer_pattern": pattern_from_hf(config.get("layer_types"), layers, pattern, Qwen3_5Config.letters),
         "rotary_share": share,
-        **{field: config.get(key, known[field]) for key, field in DELTA_FIELDS.items()},
+        **{field: config.get(key, getattr(Qwen3_5Config, field)) for key, field in DELTA_FIELDS.items()},
         "n_mtp_layers": config.get("mtp_num_hidden_layers", 0),
     }
 
@@ -265,19 +264,21 @@ DELTA_PLAN = {
 
 
 class Hybrid(RotaryDecoder):
-    """What the dense model and the model with experts have in common: a base class in front of RotaryDecoder
-    or MoEDecoder. Scales that Hugging Face's form lacks are folded into weights."""
+    """Base class of the dense model and, in front of MoEDecoder, of the model with experts. Scales that
+    Hugging Face's form lacks are folded into weights."""
 
     config: Any
 
     def set_up(self) -> None:
         """Call it at the end of __init__."""
         letters = {*self.config.layer_letters, *["L"] * self.config.n_mtp_layers}
-        other = [*["self_attn"] * ("L" not in letters), *["linear_attn"] * ("D" not in letters)]
+        absent = [
+            name for letter, name in (("L", "self_attn"), ("D", "linear_attn")) if letter not in letters
+        ]
         self.tp_plan = {
-            name: style
-            for name, style in (self.tp_plan | DELTA_PLAN).items()
-            if not any(layer in name for layer in other)
+            pattern: style
+            for pattern, style in (self.tp_plan | DELTA_PLAN).items()
+            if not any(name in pattern for name in absent)
         }
         self.folded_scales["out_proj.weight"] = self.config.residual_scale
 
@@ -348,10 +349,10 @@ class WithMTP(MultiTokenPrediction):
         self.add_modules([MTPBlock(config, SelfAttention(config), mlp)], config.mtp_loss_factor)
 
     def hf_tensors(self, name: str, shape: tuple[int, ...]) -> list[tuple[str, Index]]:
-        tensors, prefix = super().hf_tensors(name, shape), f"model.layers.{self.config.n_layers}."
-        if not name.startswith(prefix):
-            return tensors
-        return [(_published(file.removeprefix(prefix)), index) for file, index in tensors]
+        prefix = f"model.layers.{self.config.n_layers}."
+        if not name.startswith(prefix) or not super().hf_tensors(name, shape):
+            return super().hf_tensors(name, shape)
+        return [(_published(name.removeprefix(prefix)), ())]  # experts stay stacked
 
     def hf_copies(self, name: str) -> list[str]:
         return []

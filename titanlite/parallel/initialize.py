@@ -55,7 +55,7 @@ def _fill(
 ) -> None:
     """Fill a parameter with values(index, key) or with a constant."""
     local, offsets = local_shard_and_offsets(parameter)
-    if isinstance(values, float):
+    if not callable(values):
         local.fill_(values)
         return
     if local.numel() == 0:

@@ -100,6 +100,8 @@ class StepMemory:
             return "experts are sharded over axes of experts"
         if None in self._state_bytes.values():
             return f"the optimizer {self.optimizer.name!r} does not tell its state_bytes"
+        if any(kind.is_linear for kind in getattr(self.net.config, "attention_kinds", ())):
+            return "the activations of linear attention are not estimated"
         attention = self.settings.attention
         if not attention.linear_memory or getattr(attention, "sdpa_kernel", "auto") == "math":
             return "the attention may keep all scores or a mask of all pairs of tokens"

@@ -199,10 +199,12 @@ class _GatherTokensOfDeltaNet(_GatherTokens):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, GatedDeltaNet)
         if type(module.in_proj_qkv) is not Linear:
-            kind = "an adapter (lora.targets)" if isinstance(module.in_proj_qkv, LoRALinear) else "float8"
-            exclude = "" if "lora" in kind else "; exclude it by float8.filter_fqns"
+            is_adapted = isinstance(module.in_proj_qkv, LoRALinear)
+            reason = (
+                "an adapter; change lora.targets" if is_adapted else "float8; exclude it: float8.filter_fqns"
+            )
             raise ConfigError(
-                f"in_proj_qkv of gated delta nets does not work with {kind} under tensor parallel{exclude}",
+                f"under tensor parallel, in_proj_qkv of gated delta nets does not work with {reason}",
                 "parallelism.tensor_parallel_degree",
             )
         _shard_by_heads(module, device_mesh)

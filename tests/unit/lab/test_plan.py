@@ -373,3 +373,10 @@ def test_the_time_of_attention_follows_the_windows_of_the_layers() -> None:
     mixed = attention_s(*window, "--model.overrides.layer_pattern=SSSL")
     assert windows / full == pytest.approx((512 - 512**2 / 4096) / 1024)
     assert mixed == pytest.approx(0.75 * windows + 0.25 * full)
+
+
+@pytest.mark.parametrize("model", ["qwen3_5", "deepseek_v3"])
+def test_models_whose_blocks_are_not_estimated_are_refused(model: str) -> None:
+    job = load_job("debug", [f"--model.name={model}"], world_size=1)
+    with pytest.raises(ConfigError, match="linear attention or multi-token prediction cannot be planned yet"):
+        BlockShape.of(job.build_on_meta(), size=2, compiled=True, is_float8=False)

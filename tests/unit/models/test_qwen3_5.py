@@ -207,6 +207,8 @@ def test_decoding_equals_the_whole_forward(case: str) -> None:
     for part in ids.split((30, *[1] * 10), dim=1):
         outs.append(net(part, cache.advance(part.shape[1], part.device), cache))
     assert (torch.cat(outs, 1) - whole).abs().max() < 1e-3
+    state = cache._linear.states[0].convolution
+    assert state.untyped_storage().nbytes() == state.nbytes  # of a few tokens, not of all
     cache = KVCache(40)
     outs = []
     for part in ids.split((30, *[1] * 10), dim=1):  # control: states are lost
@@ -308,6 +310,7 @@ def test_a_published_config_is_the_flavor(tmp_path: Path) -> None:
     [
         ({"attn_output_gate": False}, "attn_output_gate: only true is supported"),
         ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings: only false is supported"),
+        ({"rope_parameters": [1]}, "rope_parameters is not an object"),
         ({"full_attention_interval": 0}, "full_attention_interval = 0 is not a number of layers"),
         ({"layer_types": ["sliding_attention"] * 64}, 'layer_types: "sliding_attention" is not supported'),
         ({"linear_num_value_heads": 40}, "delta_n_v_heads = 40 is not a multiple of delta_n_k_heads = 16"),

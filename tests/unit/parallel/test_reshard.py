@@ -109,6 +109,7 @@ def test_each_byte_per_parameter_counts(overrides: list[str], more: float) -> No
         (["--training.enable_cpu_offload"], "enable_cpu_offload"),
         (["--attention.backend=sdpa"], "attention"),
         (["--attention.sdpa_kernel=math"], "attention"),
+        (["--model.name=qwen3_5", "--model.flavor=2B"], "linear attention"),
     ],
 )
 def test_runs_whose_memory_cannot_be_estimated_free_the_weights(overrides: list[str], reason: str) -> None:
