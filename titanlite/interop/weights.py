@@ -213,9 +213,9 @@ def check(weights: Weights, family: ModelFamily) -> None:
         raise ConfigError(f"{weights.path} is not the job's model: {_differences(weights, net, family)}")
     if absent := _absent_block(weights, net):
         raise ConfigError(
-            f"{weights.path} has no weights of {absent}, which is for multi-token prediction: set "
-            "num_nextn_predict_layers (Qwen3.5: mtp_num_hidden_layers) in its config.json, and the job's "
-            "model.overrides.n_mtp_layers, to 0"
+            f"{weights.path} has no weights of {absent}, the block for multi-token prediction: set the job's "
+            "model.overrides.n_mtp_layers to 0, and so num_nextn_predict_layers (Qwen3.5: "
+            "mtp_num_hidden_layers) in its config.json"
         )
     if differences := mismatches(weights, net):
         raise ConfigError(

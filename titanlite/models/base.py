@@ -385,8 +385,9 @@ class ModelFamily(Component, kind="model", makes=(Decoder,)):
         for name, reason in self.tp_fields.items():
             if (size := getattr(self.config, name)) % degree:
                 divisors = [divisor for divisor in range(2, size + 1) if size % divisor == 0][:4]
+                others = f"; it is divisible by {divisors}" if divisors else ""
                 raise ConfigError(
-                    f"{name} = {size} is not divisible by {degree}{reason}; it is divisible by {divisors}",
+                    f"{name} = {size} is not divisible by {degree}{reason}{others}",
                     "parallelism.tensor_parallel_degree",
                 )
 

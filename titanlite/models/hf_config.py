@@ -304,11 +304,11 @@ def read_family(folder: Path, wanted: ModelFamily | None = None) -> ModelFamily:
     families |= {wanted.hf_model_type: type(wanted)} if wanted is not None else {}
     multimodal = {f.hf_multimodal_type: f for f in families.values() if f.hf_multimodal_type}
     model_type = config.get("model_type")
-    if model_type in multimodal:
+    if isinstance(model_type, str) and model_type in multimodal:
         if not isinstance(config.get("text_config"), dict):
             raise ConfigError(f"{file}: text_config is missing or not an object")
         config, model_type = config["text_config"], multimodal[model_type].hf_model_type
-    if model_type not in families:
+    if not isinstance(model_type, str) or model_type not in families:
         raise ConfigError(
             f"{file}: model_type {json.dumps(model_type)} is not supported "
             f"(known: {', '.join(sorted(families))})"

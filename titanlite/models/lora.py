@@ -66,8 +66,8 @@ class LoRA:
             return
         if net.training_blocks():
             raise ConfigError(
-                "adapters do not work with multi-token prediction (model.overrides.n_mtp_layers), whose "
-                "blocks PEFT's models lack",
+                "adapters do not work with multi-token prediction, whose blocks PEFT's models lack: set "
+                "model.overrides.n_mtp_layers = 0",
                 "lora.enable",
             )
         blocks, layers = _blocks(net), _linear_layers(net)

@@ -169,7 +169,12 @@ def fields_from_hf(config: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError("config.json: rope_parameters is not an object")
     # The others are of images: the positions of a text are equal in all sections.
     rope = {key: value for key, value in rope.items() if not key.startswith("mrope")}
-    share = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", ROTARY_SHARE))
+    shares = [x["partial_rotary_factor"] for x in (rope, config) if "partial_rotary_factor" in x]
+    if len(set(shares)) > 1:
+        raise ConfigError(
+            f"config.json: partial_rotary_factor is {shares[1]}, in rope_parameters {shares[0]}"
+        )
+    rope.pop("partial_rotary_factor", None)
     fields = from_hf(
         config | {"rope_parameters": rope}, ("partial_rotary_factor",), num_key_value_heads=4, head_dim=256,
         rms_norm_eps=1e-6, tie_word_embeddings=False, max_position_embeddings=32768,
@@ -183,7 +188,7 @@ def fields_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     return {
         **fields,
         "layer_pattern": pattern_from_hf(config.get("layer_types"), layers, pattern, Qwen3_5Config.letters),
-        "rotary_share": share,
+        "rotary_share": shares[0] if shares else ROTARY_SHARE,
         **{field: config.get(key, getattr(Qwen3_5Config, field)) for key, field in DELTA_FIELDS.items()},
         "n_mtp_layers": config.get("mtp_num_hidden_layers", 0),
     }

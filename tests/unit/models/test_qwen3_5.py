@@ -310,6 +310,8 @@ def test_a_published_config_is_the_flavor(tmp_path: Path) -> None:
     [
         ({"attn_output_gate": False}, "attn_output_gate: only true is supported"),
         ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings: only false is supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, in rope_parameters 0.25"),
+        ({"model_type": [1]}, r"model_type \[1\] is not supported"),
         ({"rope_parameters": [1]}, "rope_parameters is not an object"),
         ({"full_attention_interval": 0}, "full_attention_interval = 0 is not a number of layers"),
         ({"layer_types": ["sliding_attention"] * 64}, 'layer_types: "sliding_attention" is not supported'),
