@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.gpu import column, reference, run, trained
+from tests.support.gpu import QWEN3_5, column, reference, run, trained
 from tests.support.jobs import make_job, metrics_of
 
 pytestmark = pytest.mark.gpu
@@ -42,6 +42,13 @@ def test_two_gpus_on_the_same_sequences_equal_one(
 ) -> None:
     two = run(tmp_path, corpus, *FP32, *masked, layout, ngpu=2)
     assert_same(two, reference(corpus, *FP32, *masked), 1e-4)
+
+
+@two_gpus
+@LAYOUTS
+def test_linear_attention_on_two_gpus_equals_one(tmp_path: Path, corpus: Path, layout: str) -> None:
+    keys = [*FP32, *MASKED, *QWEN3_5]
+    assert_same(run(tmp_path, corpus, *keys, layout, ngpu=2), reference(corpus, *keys), 1e-4)
 
 
 @two_gpus

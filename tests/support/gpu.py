@@ -20,6 +20,17 @@ from tests.support.ranks import Ranks, leave, write_output_to
 from tests.support.runs import FOUR_MICRO_BATCHES
 from titanlite import cli
 
+QWEN3_5 = [  # a model with linear attention in every second layer
+    "--model.name=qwen3_5",
+    "--data.holdout_sequences=0",
+    *(
+        f"--model.overrides.{key}={value}"
+        for key, value in {
+            "n_layers": 4, "layer_pattern": "DL", "head_dim": 16, "delta_n_k_heads": 2, "delta_n_v_heads": 4,
+            "delta_k_head_dim": 32, "delta_v_head_dim": 32,
+        }.items()
+    ),
+]  # fmt: skip
 LAUNCHER = [str(ROOT / "run_train.sh")]
 
 
