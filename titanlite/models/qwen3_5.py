@@ -218,18 +218,13 @@ class SelfAttention(decoder.SelfAttention):
     def forward(
         self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        q, k, v = (
-            p(x_BTD).unflatten(-1, (-1, dim))
-            for p, dim in (
-                (self.q_proj, 2 * self.head_dim), (self.k_proj, self.head_dim), (self.v_proj, self.head_dim)
-            )
-        )  # fmt: skip
-        q_BTHE, gate_BTHE = q.chunk(2, dim=-1)
-        k_BTKE = self.rotated(self.k_norm(k), cos, sin)
+        q_BTHE, gate_BTHE = self.q_proj(x_BTD).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        k_BTKE, v_BTKE = (p(x_BTD).unflatten(-1, (-1, self.head_dim)) for p in (self.k_proj, self.v_proj))
+        k_BTKE = self.rotated(self.k_norm(k_BTKE), cos, sin)
         q_BTHE = self.rotated(self.q_norm(q_BTHE), cos, sin)
         if self.scale != 1.0:
             q_BTHE = (q_BTHE.float() * self.scale).to(q_BTHE.dtype)
-        out_BTHE = attention.attend(q_BTHE, k_BTKE, v) * torch.sigmoid(gate_BTHE)
+        out_BTHE = attention.attend(q_BTHE, k_BTKE, v_BTKE) * torch.sigmoid(gate_BTHE)
         return self.o_proj(out_BTHE.flatten(-2))
 
     @staticmethod
