@@ -52,7 +52,7 @@ def errors_on_rank(
     whole = backend.for_documents(positions, 9) if documents else backend.for_sequences(tokens)
     wanted = outputs(whole.of_kind(kind, tokens), inputs, gradient, kind)
     own = sharding.local_positions(tokens.shape[1], tokens.device)
-    attention = backend.for_context_parallel(sharding, tokens, positions if documents else None)
+    attention = backend.for_context_parallel(sharding, tokens, positions if documents else None, 9)
     attention = attention.of_kind(kind, tokens[:, own])
     assert isinstance(attention, ChunkAttention) == (1 < kind.window <= SIZE)
     actual = outputs(attention, [x[:, own] for x in inputs], gradient[:, own], kind)
@@ -97,7 +97,7 @@ def sent_on_rank(window: int) -> int:
     sharding = SequenceSharding(init_device_mesh("cpu", (2,)))
     *inputs, _, positions = tensors(4)
     own = sharding.local_positions(positions.shape[1], positions.device)
-    attention = SDPA().for_context_parallel(sharding, positions, None)
+    attention = SDPA().for_context_parallel(sharding, positions, None, 0)
     attention = attention.of_kind(AttentionKind(window), positions[:, own])
     num_sent = 0
     exchange = context_parallel.all_to_all_with_gradient

@@ -61,7 +61,7 @@ class ByKind(AttentionBackend):
         sharding: SequenceSharding,
         tokens_BT: torch.Tensor,
         positions_BT: torch.Tensor | None,
-        num_documents: int = 0,
+        num_documents: int,
     ) -> Attention:
         return AttentionByKind(
             self.backends,

@@ -254,7 +254,7 @@ class AttentionBackend(Component, kind="attention backend", key="backend"):
         sharding: SequenceSharding,
         tokens_BT: torch.Tensor,
         positions_BT: torch.Tensor | None,
-        num_documents: int = 0,
+        num_documents: int,
     ) -> Attention:
         """Attention of this rank's queries over the keys of the whole sequences. `tokens_BT` and
         `positions_BT` (None without document masks) cover the whole sequences, not only this rank's tokens.

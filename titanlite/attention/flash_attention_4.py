@@ -69,7 +69,7 @@ class FlashAttention4(Varlen, name="flash_attention_4"):
         sharding: SequenceSharding,
         tokens_BT: torch.Tensor,
         positions_BT: torch.Tensor | None,
-        num_documents: int = 0,
+        num_documents: int,
     ) -> Attention:
         if positions_BT is not None:  # as in HeadTail
             return super().for_context_parallel(sharding, tokens_BT, positions_BT, num_documents)

@@ -98,7 +98,7 @@ class HeadTail(SDPA, name="head_tail"):
         sharding: SequenceSharding,
         tokens_BT: torch.Tensor,
         positions_BT: torch.Tensor | None,
-        num_documents: int = 0,
+        num_documents: int,
     ) -> Attention:
         if positions_BT is not None:  # in sampling, where a chunk may be a single token
             return super().for_context_parallel(sharding, tokens_BT, positions_BT, num_documents)

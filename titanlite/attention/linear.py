@@ -31,7 +31,7 @@ class LinearAttention(Attention):
     def convolve(self, x_BTD: torch.Tensor, weight_DW: torch.Tensor) -> torch.Tensor:
         """short_convolution over the tokens up to each token."""
         starts = None if self.documents is None else self.documents.starts
-        return short_convolution(x_BTD, weight_DW, starts)[0]
+        return short_convolution(x_BTD, weight_DW, starts)
 
     def attend_linearly(self, inputs: RuleInputs) -> torch.Tensor:
         """The outputs [B, T, H, V] of the gated delta rule over the tokens up to each token."""
@@ -60,14 +60,14 @@ class ShardedLinearAttention(LinearAttention):
         sharding, starts = self.sharding, self.starts
         num_earlier, size = weight_DW.shape[1] - 1, x_BTD.shape[1] // 2
         if size < num_earlier:  # of a short prompt: the tokens before a chunk are in several chunks
-            whole, _ = short_convolution(sharding.gather_in_order(x_BTD), weight_DW, starts)
+            whole = short_convolution(sharding.gather_in_order(x_BTD), weight_DW, starts)
             return torch.cat([whole.split(size, 1)[chunk] for chunk in sharding.own_chunks], 1)
         chunks = sharding.chunks_with_previous(x_BTD, num_earlier)
         if starts is not None:
             starts = F.pad(starts, (num_earlier, 0))
             spans = [slice(chunk * size, (chunk + 1) * size + num_earlier) for chunk in sharding.own_chunks]
             starts = torch.cat([starts[:, span] for span in spans])
-        return sharding.joined(short_convolution(chunks, weight_DW, starts)[0][:, num_earlier:])
+        return sharding.joined(short_convolution(chunks, weight_DW, starts)[:, num_earlier:])
 
     def attend_linearly(self, inputs: RuleInputs) -> torch.Tensor:
         sharding = self.sharding
@@ -107,8 +107,8 @@ class CachedLinearAttention(LinearAttention):
     """Linear attention of new tokens after those of earlier forwards, for generation. The layers are told
     apart by the order of their calls, which is the same in every forward."""
 
-    def __init__(self, documents: Documents | None = None) -> None:
-        super().__init__(torch_rule, documents)
+    def __init__(self) -> None:
+        super().__init__(torch_rule)
         self.states: list[LinearState] = []
         self._layers: Iterator[LinearState] = iter(())
 
@@ -117,14 +117,16 @@ class CachedLinearAttention(LinearAttention):
         self._layers = self._states_in_order()
 
     def convolve(self, x_BTD: torch.Tensor, weight_DW: torch.Tensor) -> torch.Tensor:
-        self._state = next(self._layers)
-        starts = None if self.documents is None else self.documents.starts
-        out, last = short_convolution(x_BTD, weight_DW, starts, self._state.convolution)
-        self._state.convolution = last.clone()  # not a view, which would keep the inputs of all tokens
-        return out
+        state, num_earlier = next(self._layers), weight_DW.shape[1] - 1
+        earlier = state.convolution
+        if earlier is None:
+            earlier = x_BTD.new_zeros(len(x_BTD), num_earlier, x_BTD.shape[2])
+        last = torch.cat((earlier, x_BTD[:, -num_earlier:]), 1)[:, -num_earlier:]
+        state.convolution, self._state = last.clone(), state  # not a view, which would keep more inputs
+        return short_convolution(x_BTD, weight_DW, earlier_BPD=earlier)
 
     def attend_linearly(self, inputs: RuleInputs) -> torch.Tensor:
-        out, self._state.rule = self.rule(inputs, self._state.rule, self.documents, True)
+        out, self._state.rule = self.rule(inputs, self._state.rule, None, True)
         return out
 
     def _states_in_order(self) -> Iterator[LinearState]:
@@ -191,7 +193,7 @@ class LinearBackend(AttentionBackend):
         sharding: SequenceSharding,
         tokens_BT: torch.Tensor,
         positions_BT: torch.Tensor | None,
-        num_documents: int = 0,
+        num_documents: int,
     ) -> Attention:
         softmax = self.softmax.for_context_parallel(sharding, tokens_BT, positions_BT, num_documents)
         starts = documents = None

@@ -299,7 +299,7 @@ class SDPA(AttentionBackend, name="sdpa"):
         sharding: SequenceSharding,
         tokens_BT: torch.Tensor,
         positions_BT: torch.Tensor | None,
-        num_documents: int = 0,
+        num_documents: int,
     ) -> Attention:
         length, device = tokens_BT.shape[1], tokens_BT.device
         documents_BT = None if positions_BT is None else document_numbers(positions_BT)

@@ -14,13 +14,12 @@ def short_convolution(
     weight_DW: torch.Tensor,
     starts: torch.Tensor | None = None,
     earlier_BPD: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """silu(sum over w of weight[:, W - 1 - w] * x[t - w]), computed in fp32 (fp64 for fp64) and returned in
-    x's dtype, and the inputs of the last P tokens for the next call. The weight is rounded to x's dtype
-    first, because FSDP gathers it in that dtype.
+    x's dtype. The weight is rounded to x's dtype first, because FSDP gathers it in that dtype.
 
     `starts` bool [B, T]: True at the first token of each document; tokens before it count as zeros.
-    `earlier_BPD`: the second result of the call for the tokens before; None: zeros.
+    `earlier_BPD`: the inputs of the P tokens before; None: zeros.
 
     Sums of shifted inputs instead of torch's convolution, which has no masks."""
     T, P = x_BTD.shape[1], weight_DW.shape[1] - 1
@@ -37,9 +36,4 @@ def short_convolution(
             hidden = hidden | F.pad(starts, (distance - 1, 0))[:, :T]
             shifted = shifted.masked_fill(hidden[..., None], 0.0)
         total = total + shifted.to(dtype) * weight[:, P - distance]
-    last = inputs[:, T:]
-    if starts is not None:
-        later_starts = F.pad(starts, (P, 0))[:, T:].flip(1).cumsum(1).flip(1)  # at each token or after it
-        hidden = F.pad(later_starts, (0, 1))[:, 1:] > 0
-        last = last.masked_fill(hidden[..., None], 0.0)
-    return F.silu(total).to(x_BTD.dtype), last
+    return F.silu(total).to(x_BTD.dtype)

@@ -288,7 +288,7 @@ def test_each_kind_has_the_fastest_backend_that_works() -> None:
         gathered_positions=lambda length, device: torch.arange(length),
     )
     tokens = torch.zeros(1, 64)
-    attention = backend.for_context_parallel(sharding, tokens, None)
+    attention = backend.for_context_parallel(sharding, tokens, None, 0)
     own = [type(attention.of_kind(kind, tokens[:, :32])).__name__ for kind in kinds]
     assert own == ["HeadTailAttention", "ChunkAttention"]
     assert Auto().build(replace(run, kinds=kinds[:1])).name == "head_tail"

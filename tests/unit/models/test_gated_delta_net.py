@@ -83,8 +83,7 @@ class Decoding:
         self.layer, self.cache = layer, CachedLinearAttention()
         self.cache.rule = rule
 
-    def __call__(self, x: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
-        self.cache.documents = documents
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         self.cache.begin_forward()
         return self.layer(x, x, x, self.cache)
 
@@ -206,25 +205,24 @@ def convolution_inputs(T: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_convolution_equals_torchs_and_stays_within_documents() -> None:
     x, weight = convolution_inputs(12)
     whole = torch.nn.functional.conv1d(x.mT, weight[:, None], padding=3, groups=5)[..., :12].mT
-    torch.testing.assert_close(short_convolution(x, weight)[0], torch.nn.functional.silu(whole))
+    torch.testing.assert_close(short_convolution(x, weight), torch.nn.functional.silu(whole))
     starts = starts_at(12, [0, 4, 5, 11], [7])
-    actual, _ = short_convolution(x, weight, starts)
+    actual = short_convolution(x, weight, starts)
     for sequence, bounds in enumerate(([0, 4, 5, 11, 12], [0, 7, 12])):
         for begin, end in pairwise(bounds):
-            alone, _ = short_convolution(x[sequence, None, begin:end], weight)
+            alone = short_convolution(x[sequence, None, begin:end], weight)
             torch.testing.assert_close(actual[sequence, begin:end], alone[0], rtol=1e-13, atol=1e-13)
-    assert (actual - short_convolution(x, weight)[0]).abs().max() > 0.1  # control
+    assert (actual - short_convolution(x, weight)).abs().max() > 0.1  # control
 
 
 @pytest.mark.parametrize("sizes", [(5, 7), (1,) * 12, (2, 1, 9)], ids=str)
 def test_the_convolution_continues(sizes: tuple[int, ...]) -> None:
     x, weight = convolution_inputs(12)
-    starts = starts_at(12, [4, 5, 11], [6])
-    outs, earlier = [], None
-    for xs, ss in zip(x.split(sizes, 1), starts.split(sizes, 1)):
-        out, earlier = short_convolution(xs, weight, ss, earlier)
-        outs.append(out)
-    whole, _ = short_convolution(x, weight, starts)
+    cache, outs = CachedLinearAttention(), []
+    for part in x.split(sizes, 1):
+        cache.begin_forward()
+        outs.append(cache.convolve(part, weight))
+    whole = short_convolution(x, weight)
     torch.testing.assert_close(torch.cat(outs, 1), whole, rtol=1e-13, atol=1e-13)
 
 
@@ -351,18 +349,6 @@ def test_documents_of_a_packed_sequence_equal_documents_alone() -> None:
             alone = attended(layer, x[sequence, None, begin:end])[0]
             torch.testing.assert_close(out[inside], alone, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(attended(layer, x), out, atol=1e-2)  # control
-
-
-@torch.no_grad()
-def test_decoding_continues_packed_documents() -> None:
-    layer, T = make_layer(torch.float64), 60
-    starts = starts_at(T, [0, 20, 39], [0, 41, 50])
-    x = hidden(T, torch.float64)
-    expected = attended(layer, x, documents_of(starts))
-    decoding, outs = Decoding(layer), []
-    for begin, end in ((0, 40), (40, 41), (41, 60)):
-        outs.append(decoding(x[:, begin:end], documents_of(starts[:, begin:end])))
-    assert (torch.cat(outs, 1) - expected).abs().max() < 1e-6
 
 
 def test_documents_for_kernels() -> None:
@@ -512,14 +498,13 @@ def test_decoding_with_the_kernels(stub: list[str]) -> None:
     for rule in (torch_rule, fla_rule):
         decoding = Decoding(layer, rule)
         outs[rule] = [
-            decoding(x, documents_of(starts_at(40, [0, 9], [0, 20]))),
-            decoding(x[:, :7]),  # continues the second documents
+            decoding(x),
+            decoding(x[:, :7]),
             decoding(x[:, :1]),
-            decoding(x[:, :9], documents_of(starts_at(9, [4], [0, 6]))),  # continues one document
             decoding.state.rule,
         ]
     assert largest_error(outs[fla_rule], outs[torch_rule]) < 1e-5
-    assert stub == ["documents", "whole", "documents"]
+    assert stub == ["whole", "whole"]
 
 
 @pytest.mark.parametrize("documents", [None, documents_of(starts_at(30, [7, 20], [0, 11]))])
