@@ -176,9 +176,10 @@ def reduce_fsdp_in_computation_memory(module: torch.nn.Module) -> None:
 
 def computation_memory(module: torch.nn.Module) -> Callable[..., torch.Tensor]:
     """`reduce_fsdp_in_computation_memory`'s function that allocates, for an FSDP module with one group of
-    parameters."""
-    (group,) = _fsdp_groups(module)
-    return _computation_memory(group)
+    parameters. A module whose parameters all belong to modules within it reduces nothing: torch.empty."""
+    groups = _fsdp_groups(module)
+    assert len(groups) < 2, "FSDP shards the experts as modules of their own"
+    return _computation_memory(groups[0]) if groups else torch.empty
 
 
 def _computation_memory(group: Any) -> Callable[..., torch.Tensor]:

@@ -36,7 +36,7 @@ KEYS = [
 SHAPE = {"dim": 1024, "n_layers": 4, "hidden_dim": 4096, "vocab_size": 8192}
 VARIANTS = {
     "eager": [],
-    "compiled": ["--compile.enable"],
+    "compiled, untied head": ["--compile.enable", "--model.overrides.tie_word_embeddings=false"],
     "muon": ["--optimizer.name=muon", "--compile.enable"],
     "int8": ["--optimizer.state_dtype=int8"],
     "activation checkpointing": ["--activation_checkpoint.mode=full", "--ema.enable"],

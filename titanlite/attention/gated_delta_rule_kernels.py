@@ -1,10 +1,9 @@
 """The two implementations of the gated delta rule behind one interface, `Rule`: torch's, and the Triton
 kernels of flash-linear-attention (github.com/fla-org/flash-linear-attention, the package fla-core) for CUDA.
 
-The package's function chunk_gated_delta_rule, as read in the releases 0.4.2, 0.5.2 and 0.6.0: all three take
-[B, T, heads, dim]; 0.4.2 warns of the argument `head_first` and needs as many heads of keys as of values; the
-later ones refuse the argument and repeat the keys; only 0.6.0 takes `chunk_indices`, without which it has to
-compute them from `cu_seqlens` and waits for the GPU. So the extra `linear-attention` asks for 0.6.
+The extra `linear-attention` asks for the package's release 0.6: its functions for the forward and the
+backward are not documented, so that they may change with any release. Of the releases 0.4.2, 0.5.2 and 0.6.0,
+only 0.6.0 takes `chunk_indices`, without which it computes them from `cu_seqlens` and waits for the GPU.
 
 The kernels compute the products of bf16 or fp16 inputs with fp32 sums; the reference computes all in fp32.
 They choose their block sizes by timing them, so that two processes may differ in their last bits.
@@ -15,7 +14,6 @@ Shape suffixes as in gated_delta_rule.py; M documents in a micro-batch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, Protocol
 
@@ -109,9 +107,9 @@ def fla_rule(
     if T == 1:
         return torch_rule(inputs, initial_state, documents, keep_state)
     q, k, v, log_decay, beta = inputs
-    tensors = [q, k, v, log_decay.float(), beta.to(v.dtype)]
+    tensors = [x.contiguous() for x in (q, k, v, log_decay.float(), beta.to(v.dtype))]
     if documents is None:
-        out, state = _fla(tensors, initial_state, None, None, keep_state)
+        out, state, *_ = _fla(tensors, initial_state, None, None, keep_state)
         return out, state if keep_state else None
     flat = [x.flatten(0, 1)[None] for x in tensors]
     cu_seqlens, bounds = documents.cu_seqlens, torch.arange(0, (B + 1) * T, T, device=q.device)
@@ -119,7 +117,7 @@ def fla_rule(
         first = initial_state.masked_fill(documents.starts[:, 0, None, None, None], 0.0)
         states = first.new_zeros(cu_seqlens.shape[0] - 1, *first.shape[1:])
         initial_state = states.index_copy(0, torch.searchsorted(cu_seqlens, bounds[:-1]), first)
-    out, states = _fla(flat, initial_state, cu_seqlens, documents.chunk_indices, keep_state)
+    out, states, *_ = _fla(flat, initial_state, cu_seqlens, documents.chunk_indices, keep_state)
     out = out[0].unflatten(0, (B, T))
     return out, states[torch.searchsorted(cu_seqlens, bounds[1:]) - 1] if keep_state else None
 
@@ -164,7 +162,22 @@ def _version(package: str) -> tuple[int, ...] | None:
     return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
 
 
-# Operators, because torch.compile cannot trace the package's function. `inputs`: q, k, v, log decay and beta.
+# Operators, because torch.compile cannot trace the package's functions. They call the package's forward and
+# backward, not its autograd.Function: its saved tensors would be lost at the end of an operator, so that the
+# backward would have to run the forward again.
+
+
+class _Kept(NamedTuple):
+    """What the backward needs of the forward: normalised queries and keys [B, T, K, E], their inverse norms
+    fp32 [B, T, K], sums of the log decay within chunks fp32 [B, T, H], and the inverse of each chunk's
+    matrix [B, T, H, CHUNK_SIZE]."""
+
+    q: torch.Tensor
+    q_rstd: torch.Tensor
+    k: torch.Tensor
+    k_rstd: torch.Tensor
+    decay: torch.Tensor
+    inverse: torch.Tensor
 
 
 @torch.library.custom_op("titanlite::fla_gated_delta_rule", mutates_args=())
@@ -174,12 +187,30 @@ def _fla(
     cu_seqlens: torch.Tensor | None,
     chunk_indices: torch.Tensor | None,
     keep_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs [B, T, H, V] and the states [M or B, H, E, V], or an empty tensor without `keep_state`."""
-    with torch.no_grad():
-        out, state = _call_fla(inputs, initial_state, cu_seqlens, chunk_indices, keep_state)
+) -> list[torch.Tensor]:
+    """The outputs [B, T, H, V], the states [M or B, H, E, V], or an empty tensor without `keep_state`, and
+    _Kept. `inputs`: contiguous q, k, v, log decay and beta."""
+    from fla.modules.norm.l2norm import l2norm_fwd
+    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
+
+    q, k, v, log_decay, beta = inputs
+    q, q_rstd = l2norm_fwd(q)
+    k, k_rstd = l2norm_fwd(k)
+    decay, out, inverse, state, *_ = chunk_gated_delta_rule_fwd(
+        q,
+        k,
+        v,
+        log_decay,
+        beta,
+        scale=k.shape[-1] ** -0.5,
+        initial_state=initial_state,
+        output_final_state=keep_state,
+        cu_seqlens=cu_seqlens,
+        chunk_indices=chunk_indices,
+    )
     state = out.new_empty(0, dtype=torch.float32) if state is None else state
-    return out.contiguous(), state.contiguous()
+    kept = _Kept(q, q_rstd, k, k_rstd, decay, inverse)
+    return [out.to(q.dtype).contiguous(), state.contiguous(), *kept]
 
 
 @_fla.register_fake
@@ -189,91 +220,92 @@ def _(
     cu_seqlens: torch.Tensor | None,
     chunk_indices: torch.Tensor | None,
     keep_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    q, _, v, *_ = inputs
-    out = v.new_empty(v.shape)
-    if not keep_state:
-        return out, out.new_empty(0, dtype=torch.float32)
+) -> list[torch.Tensor]:
+    q, k, v, log_decay, _ = inputs
     num_states = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return out, out.new_empty((num_states, v.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32)
+    state_shape = (num_states, v.shape[2], q.shape[3], v.shape[3]) if keep_state else (0,)
+    q_rstd, k_rstd = (x.new_empty(x.shape[:3], dtype=torch.float32) for x in (q, k))
+    inverse = k.new_empty((*v.shape[:3], CHUNK_SIZE))
+    out, like_q, like_k, decay = (torch.empty_like(x) for x in (v, q, k, log_decay))
+    state = v.new_empty(state_shape, dtype=torch.float32)
+    return [out, state, *_Kept(like_q, q_rstd, like_k, k_rstd, decay, inverse)]
 
 
 @torch.library.custom_op("titanlite::fla_gated_delta_rule_backward", mutates_args=())
 def _fla_backward(
-    inputs: list[torch.Tensor],
+    kept: list[torch.Tensor],
+    v: torch.Tensor,
+    beta: torch.Tensor,
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     chunk_indices: torch.Tensor | None,
     g_out_BTHV: torch.Tensor,
     g_state: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """The gradients of the five inputs, and of the initial state if there is one. Runs the forward again: the
-    package's functions that would avoid it are private. Within an operator, autograd records the package's
-    autograd.Function, but none of torch's operators."""
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in _with_state(inputs, initial_state)]
-        first = None if initial_state is None else leaves[5]
-        out, last = _call_fla(leaves[:5], first, cu_seqlens, chunk_indices, g_state is not None)
-        if g_state is None or last is None:
-            gradients = torch.autograd.grad(out, leaves, g_out_BTHV)
-        else:
-            gradients = torch.autograd.grad((out, last), leaves, (g_out_BTHV, g_state))
-    return [x.contiguous() for x in gradients]
+    """The gradients of the five inputs, and of the initial state if there is one. `kept`: as in _Kept."""
+    from fla.modules.norm.l2norm import l2norm_bwd
+    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd
+
+    q, q_rstd, k, k_rstd, decay, inverse = kept
+    g_q, g_k, g_v, g_beta, g_decay, g_initial, *_ = chunk_gated_delta_rule_bwd(
+        q,
+        k,
+        v,
+        decay,
+        beta,
+        inverse,
+        scale=k.shape[-1] ** -0.5,
+        initial_state=initial_state,
+        do=g_out_BTHV,
+        dht=g_state,
+        cu_seqlens=cu_seqlens,
+        chunk_indices=chunk_indices,
+    )
+    gradients = [l2norm_bwd(q, q_rstd, g_q), l2norm_bwd(k, k_rstd, g_k), g_v, g_decay, g_beta]
+    leaves = [q, k, v, decay, beta]
+    if initial_state is not None:
+        gradients, leaves = [*gradients, g_initial], [*leaves, initial_state]
+    return [g.to(x.dtype).contiguous() for g, x in zip(gradients, leaves)]
 
 
 @_fla_backward.register_fake
 def _(
-    inputs: list[torch.Tensor],
+    kept: list[torch.Tensor],
+    v: torch.Tensor,
+    beta: torch.Tensor,
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     chunk_indices: torch.Tensor | None,
     g_out_BTHV: torch.Tensor,
     g_state: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    return [x.new_empty(x.shape) for x in _with_state(inputs, initial_state)]
+    q, _, k, _, decay, _ = kept
+    leaves = [q, k, v, decay, beta, *([] if initial_state is None else [initial_state])]
+    return [x.new_empty(x.shape) for x in leaves]
 
 
-def _with_state(inputs: list[torch.Tensor], initial_state: torch.Tensor | None) -> list[torch.Tensor]:
-    return inputs if initial_state is None else [*inputs, initial_state]
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    (_, _, v, _, beta), *others, ctx.keep_state = inputs
+    kept = output[2:]
+    ctx.mark_non_differentiable(*kept)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*kept, v, beta, *others)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    tensors, *others, ctx.keep_state = inputs
-    ctx.save_for_backward(*tensors, *others)
-
-
-def _backward(ctx: Any, g_out_BTHV: torch.Tensor, g_state: torch.Tensor) -> tuple[Any, ...]:
-    *inputs, initial_state, cu_seqlens, chunk_indices = ctx.saved_tensors
-    g_last = g_state.contiguous() if ctx.keep_state else None
-    gradients = _fla_backward(
-        inputs, initial_state, cu_seqlens, chunk_indices, g_out_BTHV.contiguous(), g_last
+def _backward(ctx: Any, gradients: list[torch.Tensor | None]) -> tuple[Any, ...]:
+    *kept, v, beta, initial_state, cu_seqlens, chunk_indices = ctx.saved_tensors
+    g_out, g_state = (None if g is None else g.contiguous() for g in gradients[:2])
+    found = _fla_backward(
+        kept,
+        v,
+        beta,
+        initial_state,
+        cu_seqlens,
+        chunk_indices,
+        torch.zeros_like(v) if g_out is None else g_out,
+        g_state if ctx.keep_state else None,
     )
-    return gradients[:5], None if initial_state is None else gradients[5], None, None, None
+    return found[:5], None if initial_state is None else found[5], None, None, None
 
 
 _fla.register_autograd(_backward, setup_context=_save)
-
-
-def _call_fla(
-    inputs: list[torch.Tensor],
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    chunk_indices: torch.Tensor | None,
-    keep_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    q, k, v, log_decay, beta = inputs
-    function: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = chunk_gated_delta_rule
-    return function(
-        q,
-        k,
-        v,
-        g=log_decay,
-        beta=beta,
-        initial_state=initial_state,
-        output_final_state=keep_state,
-        use_qk_l2norm_in_kernel=True,
-        cu_seqlens=cu_seqlens,
-        chunk_indices=chunk_indices,
-    )
