@@ -104,7 +104,7 @@ def recorded() -> Iterator[Recorded]:
 def _cases(name: str, result: dict[str, Any]) -> Iterator[tuple[str, list[str], dict[str, float]]]:
     """Case, overrides and measurements of the runs of one file."""
     given = result.get("overrides") or []
-    if name.startswith("same_bits_1b"):
+    if name.startswith("same_bits_") and "medians" in result:
         for case, medians in result["medians"].items():
             yield case, [*given, *same_bits.VARIANTS[case]], medians
     elif "medians" in result:

@@ -192,10 +192,11 @@ def test_the_pages_on_same_bits_have_the_recorded_digests_and_costs() -> None:
         quoted = (ROOT / page).read_text(encoding="utf-8").split("GPUs  weights")[1]
         assert [line.split() for line in quoted.split("```")[0].splitlines()[1:]] == lines
     page = (ROOT / "docs/same-bits.md").read_text(encoding="utf-8")
-    for name in ("1_micro_batch", "8_micro_batches"):
-        medians = json.loads((RESULTS / f"same_bits_1b_h200x2_{name}.json").read_text())["medians"]
-        speed, ours = (round(medians[v][TPS], -1) for v in ("deterministic", "same_bits"))
-        memory = [medians[v]["memory/peak_reserved_gib"] for v in ("deterministic", "same_bits")]
+    for model, name in (("1b", "1_micro_batch"), ("1b", "8_micro_batches"), ("8b", "1_micro_batch")):
+        medians = json.loads((RESULTS / f"same_bits_{model}_h200x2_{name}.json").read_text())["medians"]
+        variants = ("default", "deterministic", "same_bits")
+        speeds = [f"{round(medians[v][TPS], -1):,.0f}" if v in medians else "unmeasured" for v in variants]
+        memory = [f"{medians[v]['memory/peak_reserved_gib']:.2f} GiB" for v in variants[1:]]
         ratio = medians["same_bits"][TPS] / medians["deterministic"][TPS]
-        row = [f"{speed:,.0f}", f"{ours:,.0f}", f"{ratio:.3f}", *(f"{gib:.2f} GiB" for gib in memory)]
-        assert f"| {name[0]} | {' | '.join(row)} |" in page
+        row = [f"{model.upper()}, {name[0]}", *speeds, f"{ratio:.3f}", *memory]
+        assert f"| {' | '.join(row)} |" in page

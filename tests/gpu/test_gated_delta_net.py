@@ -138,8 +138,8 @@ def test_documents_continue_a_state() -> None:
         out, last = rule(given, state, documents, True)
         loss = out.float().square().sum() + last.square().sum()
         found.append([out, last, *torch.autograd.grad(loss, (*given, state))])
-    for ours, exact in zip(*found):
-        assert (ours.float() - exact).norm() <= 2e-2 * exact.norm()
+    for ours, exact in zip(*found):  # the gradient of the loss is rounded to bf16, too
+        assert (ours.float() - exact).norm() <= 3e-2 * exact.norm()
     assert not found[0][-1][0].any()
     assert found[0][-1][1].any()  # control: the second sequence continues a document
 
@@ -175,7 +175,7 @@ def test_the_layer_trains_as_in_fp32(documents: bool, compiled: bool) -> None:
     x = torch.randn(3, T, 256, generator=torch.Generator().manual_seed(3)).cuda()
     found = []
     for dtype in (torch.float32, torch.bfloat16):
-        net, own = layer(), x.to(dtype).requires_grad_()
+        net, own = layer(), x.detach().to(dtype).requires_grad_()
         rule = kernel_for(CUDA, dtype)
         assert rule is (torch_rule if dtype == torch.float32 else fla_rule)
         if compiled and dtype == torch.bfloat16:

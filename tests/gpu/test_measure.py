@@ -8,20 +8,21 @@ import pytest
 import torch
 
 from titanlite import cli
+from titanlite.job import load_job
 from titanlite.lab.calibration import read_measurement
 
 pytestmark = pytest.mark.gpu
 
 
-def test_a_larger_micro_batch_takes_longer(tmp_path: Path) -> None:
-    blocks = []
-    for sequences in (32, 64):  # with 8, launches of kernels take longer than the kernels
-        file = tmp_path / f"{sequences}.json"
-        words = [f"--training.local_batch_size={sequences}", "--training.global_batch_size=-1"]
-        shape = ["--model.flavor=125M", "--training.seq_len=1024", *words]
-        assert cli.run(["tune", "llama3_1b", "--measure", f"--output={file}", *shape]) == 0
-        measured = read_measurement(file)
-        assert measured.device == torch.cuda.get_device_name()
-        assert not measured.card.is_cpu
-        blocks.append(measured.measured.block)
-    assert 1.3 < blocks[1] / blocks[0] < 2.7  # beside other tests on the same GPU
+def test_times_are_not_those_of_launching_kernels(tmp_path: Path) -> None:
+    """They are no shorter than the products at the peak of the data sheet, however many other tests run."""
+    file = tmp_path / "measured.json"
+    shape = ["--model.flavor=125M", "--training.seq_len=1024", "--training.local_batch_size=64"]
+    words = ["tune", "llama3_1b", "--measure", f"--output={file}", *shape, "--training.global_batch_size=-1"]
+    assert cli.run(words) == 0
+    measurement = read_measurement(file)
+    assert measurement.device == torch.cuda.get_device_name()
+    assert not measurement.card.is_cpu
+    model = load_job("llama3_1b", shape, world_size=1).model
+    seconds = model.config.n_layers * measurement.measured.block + measurement.measured.head
+    assert seconds > model.build_on_meta().flops_per_token(1024) * 64 * 1024 / measurement.card.flops

@@ -234,19 +234,18 @@ def _(
 @torch.library.custom_op("titanlite::fla_gated_delta_rule_backward", mutates_args=())
 def _fla_backward(
     kept: list[torch.Tensor],
-    v: torch.Tensor,
-    beta: torch.Tensor,
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     chunk_indices: torch.Tensor | None,
     g_out_BTHV: torch.Tensor,
     g_state: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """The gradients of the five inputs, and of the initial state if there is one. `kept`: as in _Kept."""
+    """The gradients of the five inputs, and of the initial state if there is one. `kept`: v and beta,
+    and then as in _Kept."""
     from fla.modules.norm.l2norm import l2norm_bwd
     from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd
 
-    q, q_rstd, k, k_rstd, decay, inverse = kept
+    v, beta, q, q_rstd, k, k_rstd, decay, inverse = kept
     g_q, g_k, g_v, g_beta, g_decay, g_initial, *_ = chunk_gated_delta_rule_bwd(
         q,
         k,
@@ -271,15 +270,13 @@ def _fla_backward(
 @_fla_backward.register_fake
 def _(
     kept: list[torch.Tensor],
-    v: torch.Tensor,
-    beta: torch.Tensor,
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     chunk_indices: torch.Tensor | None,
     g_out_BTHV: torch.Tensor,
     g_state: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    q, _, k, _, decay, _ = kept
+    v, beta, q, _, k, _, decay, _ = kept
     leaves = [q, k, v, decay, beta, *([] if initial_state is None else [initial_state])]
     return [x.new_empty(x.shape) for x in leaves]
 
@@ -289,22 +286,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None
     kept = output[2:]
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*kept, v, beta, *others)
+    ctx.save_for_backward(v, beta, *kept, *others)
 
 
 def _backward(ctx: Any, gradients: list[torch.Tensor | None]) -> tuple[Any, ...]:
-    *kept, v, beta, initial_state, cu_seqlens, chunk_indices = ctx.saved_tensors
+    *kept, initial_state, cu_seqlens, chunk_indices = ctx.saved_tensors
     g_out, g_state = (None if g is None else g.contiguous() for g in gradients[:2])
-    found = _fla_backward(
-        kept,
-        v,
-        beta,
-        initial_state,
-        cu_seqlens,
-        chunk_indices,
-        torch.zeros_like(v) if g_out is None else g_out,
-        g_state if ctx.keep_state else None,
-    )
+    g_out = torch.zeros_like(kept[0]) if g_out is None else g_out
+    g_state = g_state if ctx.keep_state else None
+    found = _fla_backward(kept, initial_state, cu_seqlens, chunk_indices, g_out, g_state)
     return found[:5], None if initial_state is None else found[5], None, None, None
 
 

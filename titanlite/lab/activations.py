@@ -21,21 +21,38 @@ experts and the product again in the backward, and keeps besides:
     received       with expert parallel: the rows that came from other ranks, K d by an all-to-all, or those
                    of all S ranks, S d
 
+A shared expert is a further MLP, of which the product and the output are kept.
+
+With a gate after attention (Qwen3.5): gate_q, gated   q   the gate, and the input of the last layer.
+
+With a gated delta net in place of attention, of k key features and v features and H heads of values:
+
+    mixed  2k + v  input of the convolution       q, k    k   normalised queries and keys
+    z          v   gate of the output             v       v   values
+    out        v   output of the rule             gated   v   input of the last layer
+    rule           the inverse of a matrix of each chunk: 64 H; decays and norms: 16 bytes each
+
+Its kernels are those of flash-linear-attention; the reference in torch, of deterministic runs, keeps more.
+
 Compiled, all of them are kept in the compute dtype. Which ones the compiler keeps was found from runs of
 llama3_1b on one H200 (activation_checkpointing_h200.json, llama3_1b_float8_h200_b16_torchtitan.json in
 benchmarks/results); benchmarks/plan_errors.py compares with all recorded runs. Without the compiler the list
-follows from torch's autograd formulas, and a test counts it. With experts, the test counts both. Tokens
-are taken to choose all experts equally often.
+follows from torch's autograd formulas, and a test counts it. With experts or linear attention, the test
+counts both. Tokens are taken to choose all experts equally often.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
+from titanlite.attention.gated_delta_rule import CHUNK_SIZE
 from titanlite.config.component import ConfigError
 from titanlite.models.base import Decoder
+from titanlite.models.gated_delta_net import GatedDeltaNet
 from titanlite.models.moe import MoEConfig
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 
@@ -43,14 +60,18 @@ NORMS, ATTENTION, MLP = "norms", "attention", "mlp"
 MODULE_OF = {
     "n1": NORMS, "n2": NORMS, "norm1": NORMS, "norm2": NORMS,
     "raw": ATTENTION, "q": ATTENTION, "k": ATTENTION, "v": ATTENTION, "out": ATTENTION, "lse": ATTENTION,
+    "gate_q": ATTENTION, "gated": ATTENTION, "mixed": ATTENTION, "z": ATTENTION, "rule": ATTENTION,
     "gate": MLP, "silu": MLP, "up": MLP, "product": MLP,
-    "routed": MLP, "routing": MLP, "received": MLP,
+    "routed": MLP, "routing": MLP, "received": MLP, "shared": MLP,
 }  # fmt: skip
 # Kept by the mode "op": the results of attention and of products number 1, 3 and 5: q, v and gate. Of
 # experts: the router's results, and the first of their two products, gate and up.
 # The seventh product is needed only by a norm after the MLP.
 OP = {"x", "q", "v", "out", "lse", "gate", "added"}
 OP_OF_EXPERTS = {"x", "q", "v", "out", "lse", "gate", "up", "routing"}
+# Of the eight products of a block with a gated delta net: z, beta, the last layer's, whose sum with x is x2,
+# and up. And the rule's results.
+OP_OF_LINEAR = {"x", "x2", "z", "q", "k", "rule", "out", "up", "gate", "routing"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +80,9 @@ class BlockShape:
     linear layers compute in 8 bits. `num_norms`: 2 or 4, beside the norms of heads. `norms_inputs`: whether
     there are norms before attention and MLP. `tp`, `cp`, `ep`: degrees. `gathers_tokens`: whether expert
     parallel gathers all tokens. `num_experts`, `num_chosen`: the experts of the block and of a token; 0 and 1
-    for an MLP."""
+    for an MLP. `shared`: hidden features of a shared expert. `gates_attention`: whether the output of
+    attention is multiplied by a gate. `is_linear`: the block has a gated delta net,
+    whose keys have `q` features and whose values `kv` features in `heads` heads."""
 
     d: int
     q: int
@@ -78,53 +101,64 @@ class BlockShape:
     gathers_tokens: bool = False
     num_experts: int = 0
     num_chosen: int = 1
+    shared: int = 0
+    gates_attention: bool = False
+    is_linear: bool = False
 
     @classmethod
-    def of(cls, net: Decoder, **how: int | bool) -> BlockShape:
+    def of_blocks(cls, net: Decoder, **how: int | bool) -> list[BlockShape]:
+        """The shapes of the blocks of a model, in order. Raises ConfigError for models that cannot be
+        planned."""
         config, num_layers = net.config, len(net.moe_layers())
         is_latent = config.v_head_dim != config.head_dim
-        is_linear = any(kind.is_linear for kind in getattr(config, "attention_kinds", ()))
-        if num_layers not in (0, len(net.blocks())) or is_latent or is_linear or net.training_blocks():
+        if num_layers not in (0, len(net.blocks())) or is_latent or net.training_blocks():
             raise ConfigError(
-                "models with blocks of two kinds, latent attention, linear attention or multi-token "
-                "prediction cannot be planned yet",
+                "models with experts in some blocks only, latent attention or multi-token prediction cannot "
+                "be planned yet",
                 "model.name",
             )
+        return [cls._of_block(block, config, how) for block in net.blocks().values()]
+
+    @classmethod
+    def _of_block(cls, block: nn.Module, config: Any, how: dict[str, Any]) -> BlockShape:
         hidden, experts = config.hidden_dim, dict[str, Any]()
         if isinstance(config, MoEConfig):
             hidden = config.n_experts_per_token * config.moe_hidden_dim
-            experts = {"num_experts": config.n_experts, "num_chosen": config.n_experts_per_token}
-        names = [name for name, _ in next(iter(net.blocks().values())).named_parameters()]
+            experts = {
+                "num_experts": config.n_experts,
+                "num_chosen": config.n_experts_per_token,
+                "shared": getattr(config, "shared_hidden_dim", 0),
+            }
+        names = dict(block.named_parameters())
+        heads, q, kv = config.n_heads, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        delta_net = next((m for m in block.modules() if isinstance(m, GatedDeltaNet)), None)
+        if delta_net is not None:
+            q, _, kv = delta_net.stacked
+            heads = kv // delta_net.value_head_dim
         return cls(
             d=config.dim,
-            q=config.n_heads * config.head_dim,
-            kv=config.n_kv_heads * config.head_dim,
+            q=q,
+            kv=kv,
             h=hidden,
-            heads=config.n_heads,
+            heads=heads,
             normalizes_heads=any("attn" in name and "norm" in name for name in names),
             num_norms=sum("norm" in name and "attn" not in name for name in names),
             norms_inputs="post_feedforward_layernorm.weight" not in names
             or "input_layernorm.weight" in names,
+            gates_attention=delta_net is None and len(names["self_attn.q_proj.weight"]) > q,
+            is_linear=delta_net is not None,
             **experts,
-            **how,  # type: ignore[arg-type]
+            **how,
         )
 
     def tensors(self) -> dict[str, float]:
         """Bytes per token of each tensor that is kept without activation checkpointing. The tokens are those
         that context parallel leaves a rank."""
         tp, size = self.tp, self.size
-        raw = (self.q + self.kv) if self.normalizes_heads else 0
-        # Context parallel keeps the gathered keys and values of whole sequences.
-        kv = self.kv * self.cp
         kept = {
             "x": self.d * size / tp,  # sequence parallel: between the layers each rank has some of the tokens
             "n1": self.d * size,
-            "raw": raw * size / tp,
-            "q": self.q * size / tp,
-            "k": kv * size / tp,
-            "v": kv * size / tp,
-            "out": self.q * size / tp,
-            "lse": 4 * self.heads / tp,
+            **(self._delta_net() if self.is_linear else self._attention()),
             "x2": self.d * size / tp,
             "n2": self.d * size,
             "gate": self.h * size / tp,
@@ -136,10 +170,13 @@ class BlockShape:
         if self.num_experts:
             routing = (4 * self.num_experts + 32 * self.num_chosen) / tp
             kept |= {"routed": 4 * self.d / tp, "routing": routing, "product": 0.0}
-            # Each rank routes its own tokens. Compiled, n2 is rounded from `routed` again.
-            kept["n2"] = 0.0 if self.compiled else self.d * size / tp
+            # Each rank routes its own tokens. Compiled, n2 is rounded from `routed` again, unless a shared
+            # expert reads it.
+            kept["n2"] = 0.0 if self.compiled and not self.shared else self.d * size / tp
             if self.ep > 1:
                 kept["received"] = self.num_rows * self.d * size / tp
+            if self.shared:
+                kept["shared"] = ((3 if self.compiled else 4) * self.shared + self.d) * size / tp
         if not self.compiled:
             del kept["x2"]  # sums keep nothing
             kept["x"] = 0.0
@@ -147,7 +184,6 @@ class BlockShape:
             kept |= {"norm1": 4 * self.d / tp, "norm2": 4 * self.d / tp, "silu": self.h * size / tp}
             if self.num_norms > 2:
                 kept |= {"attended": 4 * self.d / tp, "added": 4 * self.d / tp}
-            kept["raw"] = raw * 4 / tp
             if self.num_experts:
                 kept["silu"] = 0.0
         elif self.is_float8:
@@ -163,6 +199,46 @@ class BlockShape:
             output = self.d * size / tp
             kept |= {"attended": kept.pop("norm1", output), "added": kept.pop("norm2", output)}
         return kept
+
+    def _attention(self) -> dict[str, float]:
+        tp, size = self.tp, self.size
+        raw = (self.q + self.kv) if self.normalizes_heads else 0
+        # Context parallel keeps the gathered keys and values of whole sequences.
+        kv = self.kv * self.cp
+        gate = self.q * size / tp if self.gates_attention else 0.0
+        return {
+            "raw": raw * (size if self.compiled else 4) / tp,
+            "q": self.q * size / tp,
+            "k": kv * size / tp,
+            "v": kv * size / tp,
+            "out": self.q * size / tp,
+            "lse": 4 * self.heads / tp,
+            "gate_q": gate,
+            "gated": gate,
+        }
+
+    def _delta_net(self) -> dict[str, float]:
+        tp, size = self.tp, self.size
+        channels, rule = 2 * self.q + self.kv, (CHUNK_SIZE * size + 16) * self.heads
+        kept = {
+            "mixed": channels * size,
+            "q": self.q * size,
+            "k": self.q * size,
+            "v": self.kv * size,
+            "rule": rule,
+            "z": self.kv * size,
+            "out": self.kv * size,
+            "gated": self.kv * size,
+        }
+        if (
+            self.cp > 1
+        ):  # the states before the chunks come from another pass of the rule, whose values are wider
+            kept["rule"] += rule + 2 * (self.q + self.kv) * size
+        if (
+            not self.compiled
+        ):  # fp32: the taps and the sum of the convolution; norm, gate and silu of the output
+            kept |= {"mixed": 5 * 4 * channels, "z": 2 * 4 * self.kv, "out": 2 * 4 * self.kv}
+        return {name: num_bytes / tp for name, num_bytes in kept.items()}
 
     @property
     def num_rows(self) -> int:
@@ -198,31 +274,42 @@ class Kept:
     repeats_mlp: bool = False
 
 
-def kept_by_block(shape: BlockShape, config: ActivationCheckpoint, num_blocks: int) -> list[Kept]:
+def kept_by_block(shapes: Sequence[BlockShape], config: ActivationCheckpoint) -> list[Kept]:
     """Bytes that each block keeps, in the order of the blocks."""
+    by_shape = {shape: _kept(shape, config) for shape in set(shapes)}
+    option = config.selective_ac_option
+    if config.mode == "selective" and option.isdecimal():
+        every = ActivationCheckpoint(mode="none")
+        return [
+            by_shape[shape] if (i + 1) % int(option) == 0 else _kept(shape, every)
+            for i, shape in enumerate(shapes)
+        ]
+    return [by_shape[shape] for shape in shapes]
+
+
+def _kept(shape: BlockShape, config: ActivationCheckpoint) -> Kept:
+    """Bytes that a block with activation checkpointing keeps."""
     tensors = shape.tensors()
     total = sum(tensors.values())
-    every = Kept(total, 0.0)
     if config.mode == "none":
-        return [every] * num_blocks
+        return Kept(total, 0.0)
     input_bytes = shape.d * shape.size / shape.tp
-    gathered = tensors["k"] + tensors["v"] if shape.cp > 1 else 0.0  # results of collectives are not repeated
+    # Results of collectives are not repeated. The states that linear attention gathers are small.
+    gathered = tensors["k"] + tensors["v"] if shape.cp > 1 and not shape.is_linear else 0.0
     full = Kept(input_bytes + gathered, total - tensors["x"] - gathered, 0.0, repeats_mlp=True)
-    if config.mode == "full":
-        return [full] * num_blocks
+    option = config.selective_ac_option
+    if config.mode == "full" or (config.mode == "selective" and option.isdecimal()):
+        return full
     if config.mode == "memory_budget":  # interpolated between the two: the compiler chooses
         kept = max(config.memory_budget * total, full.kept)
-        return [Kept(kept, total - kept, config.memory_budget, repeats_mlp=kept < total)] * num_blocks
-    option = config.selective_ac_option
-    if option.isdecimal():
-        return [full if (i + 1) % int(option) == 0 else every for i in range(num_blocks)]
-    return [_selective(shape, tensors, option, gathered)] * num_blocks
+        return Kept(kept, total - kept, config.memory_budget, repeats_mlp=kept < total)
+    return _selective(shape, tensors, option, gathered)
 
 
 def _selective(shape: BlockShape, tensors: Mapping[str, float], option: str, gathered: float) -> Kept:
     total = sum(tensors.values())
     if option == "op":
-        names = OP_OF_EXPERTS if shape.num_experts else OP
+        names = OP_OF_LINEAR if shape.is_linear else OP_OF_EXPERTS if shape.num_experts else OP
         kept = sum(size for name, size in tensors.items() if name in names) + shape.d * shape.size / shape.tp
         kept -= tensors["x"]
         others = gathered - tensors["v"] if gathered else 0.0
@@ -242,6 +329,8 @@ def _selective(shape: BlockShape, tensors: Mapping[str, float], option: str, gat
     # Without the compiler, a repeated module keeps its input if nothing else does.
     inputs = 2 * shape.d * shape.size / shape.tp if not shape.compiled and NORMS in modules else 0.0
     hidden = shape.h * max(shape.num_experts, 1) // shape.num_chosen
-    matrices = {ATTENTION: 2 * shape.d * (shape.q + shape.kv), MLP: 3 * shape.d * hidden}
+    num_matrices = (2, 3) if shape.is_linear else (2 + shape.gates_attention, 2)  # of q and of kv features
+    attention = num_matrices[0] * shape.q + num_matrices[1] * shape.kv
+    matrices = {ATTENTION: shape.d * attention, MLP: 3 * shape.d * (hidden + shape.shared)}
     casts = 1 - sum(matrices.get(m, 0) for m in modules) / sum(matrices.values())
     return Kept(total - size + inputs, size, casts, repeats_mlp=MLP in modules)

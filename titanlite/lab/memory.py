@@ -90,7 +90,7 @@ class _Step:
         self.run, self.pp_rank, self.frees = run, pp_rank, frees
         self.parameters = rank_parameters(run.parameters, run.job.parallelism, run.degrees, pp_rank)
         self.units, self.blocks = self.parameters.units, list(self.parameters.blocks.values())
-        by_block = kept_by_block(run.shape, run.job.activation_checkpoint, len(run.net.blocks()))
+        by_block = kept_by_block(run.shapes, run.job.activation_checkpoint)
         self.kept: list[Kept] = [by_block[i] for i in self.parameters.blocks]
         # Sums over the first blocks, from no block to all of them.
         self.kept_of_first = _sums(kept.kept for kept in self.kept)

@@ -57,10 +57,16 @@ class PlannedRun:
         """Tokens of a micro-batch on one rank; tensor parallel shards them further between the layers."""
         return self.job.training.local_batch_size * self.job.training.seq_len // self.degrees.cp
 
-    @cached_property
+    @property
     def shape(self) -> BlockShape:
+        """The shape of the first block: all blocks have the same MLP or experts."""
+        return self.shapes[0]
+
+    @cached_property
+    def shapes(self) -> list[BlockShape]:
+        """The shapes of the blocks."""
         job, num_chosen = self.job, getattr(self.net.config, "n_experts_per_token", 1)
-        return BlockShape.of(
+        return BlockShape.of_blocks(
             self.net,
             size=self.param_dtype.itemsize,
             compiled=job.compile.enable,

@@ -100,6 +100,8 @@ def guesses(run: PlannedRun, changed: Sequence[str] | None = None) -> list[str]:
         "with [lora], steps took 1.6 times as long (uncompiled)": has_frozen,
         "no run in fp32 was measured": run.param_dtype == torch.float32,
         "with experts, steps took 1.1 to 1.4 times as long": run.shape.num_experts > 0,
+        "with deterministic kernels, steps took 1.1 to 1.2 times as long": run.job.training.is_deterministic,
+        "no run with linear attention was measured": any(shape.is_linear for shape in run.shapes),
     }
     if changed is not None:
         of_compute = {f"it was calibrated with another {', '.join(changed)}": bool(changed)}
@@ -114,7 +116,7 @@ def guesses(run: PlannedRun, changed: Sequence[str] | None = None) -> list[str]:
 def _compute(run: PlannedRun, cluster: Cluster) -> dict[str, float]:
     """Seconds of one micro-batch for the whole model on one rank's share of each layer."""
     net, config, tp = run.net, run.net.config, run.degrees.tp
-    kept = kept_by_block(run.shape, run.job.activation_checkpoint, config.n_layers)
+    kept = kept_by_block(run.shapes, run.job.activation_checkpoint)
     repeated = sum(k.repeated for k in kept) / max(sum(k.repeated + k.kept for k in kept), 1)
     if run.job.activation_checkpoint.mode == "full":
         repeated = 1.0
@@ -131,10 +133,11 @@ def _compute(run: PlannedRun, cluster: Cluster) -> dict[str, float]:
     products = (products - head_products) * speeds.blocks + head_products * speeds.head
     seq_len = run.job.training.seq_len
     keys = [kind.num_keys(seq_len) for kind in run.job.model.attention_kinds]
-    visible = sum(num * (1 - num / (2 * seq_len)) for num in keys) / sum(keys)  # of the keys that are counted
+    # Of the keys that are counted. Layers of linear attention have none: their rule is among the products.
+    visible = sum(num * (1 - num / (2 * seq_len)) for num in keys) / max(sum(keys), 1)
     causal = attention * visible * (1 + repeated / 3) * speeds.blocks
     tokens, peak = run.tokens, cluster.card.flops * tp
-    kept_bytes = sum(run.shape.tensors().values()) * config.n_layers * (1 + repeated / 3)
+    kept_bytes = sum(sum(shape.tensors().values()) for shape in run.shapes) * (1 + repeated / 3)
     logits = 2 * run.param_dtype.itemsize * net.vocab_size / tp
     traffic = kept_bytes * speeds.blocks + logits * speeds.head
     return {

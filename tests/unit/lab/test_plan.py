@@ -13,7 +13,10 @@ import pytest
 import torch
 
 from benchmarks import plan_errors
+from tests.support.fla import stand_in_for_fla
 from tests.support.tiers import full, sampled
+from titanlite.attention.gated_delta_rule_kernels import fla_rule
+from titanlite.attention.linear import LinearAttention
 from titanlite.attention.sdpa import CAUSAL
 from titanlite.config.component import ConfigError
 from titanlite.job import Job, load_job
@@ -32,6 +35,8 @@ from titanlite.models.llama3 import Llama3
 from titanlite.models.olmo3 import Olmo3
 from titanlite.models.olmoe import Olmoe
 from titanlite.models.qwen3 import Qwen3
+from titanlite.models.qwen3_5 import Qwen3_5
+from titanlite.models.qwen3_5_moe import Qwen3_5MoE
 from titanlite.models.qwen3_moe import Qwen3MoE
 from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import make_state
@@ -99,18 +104,20 @@ def test_planned_shards_are_those_of_the_real_transforms(
             assert largest == sizes, keys
 
 
-def kept_bytes(model: ModelFamily, tokens: int, compiled: bool = False) -> float:
+def kept_bytes(model: ModelFamily, tokens: int, compiled: bool = False, number: int = 0) -> float:
     """Bytes per token of the tensors that autograd keeps in the forward of a block in bf16, beside weights
-    and rotary tables."""
+    and rotary tables. `number`: of the block."""
     with torch.device("cpu"):
         net = model.build().to(torch.bfloat16)
-    config, block = model.config, next(iter(net.blocks().values()))
+    config, block = model.config, list(net.blocks().values())[number]
     for p in net.parameters():
         torch.nn.init.ones_(p)
     if compiled:  # split into forward and backward as inductor does
         block.compile(fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
     x = torch.ones(1, tokens, config.dim, dtype=torch.bfloat16, requires_grad=True)
-    tables = torch.ones(tokens, config.head_dim), torch.ones(tokens, config.head_dim)
+    rotary_dim = int(config.head_dim * getattr(config, "rotary_share", 1.0))
+    tables = torch.ones(tokens, rotary_dim), torch.ones(tokens, rotary_dim)
+    attention = LinearAttention(fla_rule) if config.attention_kinds[number].is_linear else CAUSAL
     others = {t.untyped_storage().data_ptr() for t in (*net.parameters(), *tables)}
     kept: dict[int, int] = {}
 
@@ -123,7 +130,7 @@ def kept_bytes(model: ModelFamily, tokens: int, compiled: bool = False) -> float
 
     keep_alive: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        block(x, *tables, CAUSAL)
+        block(x, *tables, attention)
     return sum(kept.values()) / tokens
 
 
@@ -133,7 +140,7 @@ def kept_bytes(model: ModelFamily, tokens: int, compiled: bool = False) -> float
     ids=lambda model: model.name,
 )
 def test_kept_tensors_without_the_compiler_are_those_of_autograd(model: Any) -> None:
-    shape = BlockShape.of(model.build_on_meta(), size=2, compiled=False, is_float8=False)
+    shape = BlockShape.of_blocks(model.build_on_meta(), size=2, compiled=False, is_float8=False)[0]
     planned = sum(shape.tensors().values())
     # The CPU's norm, which is not fused as CUDA's is, also keeps x / rms(x) in fp32.
     normed = shape.num_norms * shape.d + (shape.q + shape.kv if shape.normalizes_heads else 0)
@@ -143,12 +150,13 @@ def test_kept_tensors_without_the_compiler_are_those_of_autograd(model: Any) -> 
 
 
 def test_norms_in_place_of_those_before_need_the_outputs_of_attention_and_mlp() -> None:
-    after = BlockShape.of(Olmo3(flavor="7B").build_on_meta(), size=2, compiled=True, is_float8=False)
+    net = Olmo3(flavor="7B").build_on_meta()
+    after = BlockShape.of_blocks(net, size=2, compiled=True, is_float8=False)[0]
     before = replace(after, norms_inputs=True)
 
     def difference(option: str) -> float:
         config = ActivationCheckpoint(mode="selective", selective_ac_option=option)
-        (one,), (other,) = (kept_by_block(shape, config, 1) for shape in (after, before))
+        (one,), (other,) = (kept_by_block([shape], config) for shape in (after, before))
         return one.kept - other.kept
 
     assert after.tensors().keys() - before.tensors().keys() == {"attended", "added"}
@@ -163,12 +171,28 @@ def test_norms_in_place_of_those_before_need_the_outputs_of_attention_and_mlp() 
 @pytest.mark.parametrize("family", [Qwen3MoE, full(Olmoe)])
 def test_kept_tensors_of_experts_are_those_of_autograd(family: type[ModelFamily], compiled: bool) -> None:
     model = family(flavor="debug")
-    shape = BlockShape.of(model.build_on_meta(), size=2, compiled=compiled, is_float8=False)
+    shape = BlockShape.of_blocks(model.build_on_meta(), size=2, compiled=compiled, is_float8=False)[0]
     # As above, the CPU's norm keeps more, if it is not compiled.
     normed = 0 if compiled else 2 * shape.d + shape.q + shape.kv
     planned, measured = sum(shape.tensors().values()) + 4 * normed, kept_bytes(model, 256, compiled)
     assert planned == pytest.approx(measured, rel=0.02)
     assert planned + 2 * shape.num_chosen * shape.d > 1.04 * measured  # with the experts' inputs
+
+
+@pytest.mark.parametrize("compiled", [False, full(True)])
+@pytest.mark.parametrize("number", [0, 3], ids=["gated delta net", "gated attention"])
+@pytest.mark.parametrize("family", [Qwen3_5, full(Qwen3_5MoE)])
+def test_kept_tensors_of_linear_attention_are_those_of_autograd(
+    monkeypatch: pytest.MonkeyPatch, family: type[ModelFamily], number: int, compiled: bool
+) -> None:
+    """The operator keeps what its kernels need."""
+    stand_in_for_fla(monkeypatch)
+    sizes = {"delta_n_k_heads": 3, "delta_n_v_heads": 6, "delta_v_head_dim": 32, "head_dim": 24}
+    model = family(flavor="debug", overrides=sizes)  # each tensor has a size of its own
+    shape = BlockShape.of_blocks(model.build_on_meta(), size=2, compiled=compiled, is_float8=False)[number]
+    normed = 2 * shape.d + (shape.kv if shape.is_linear else shape.q + shape.kv)
+    planned, measured = sum(shape.tensors().values()), kept_bytes(model, 256, compiled, number)
+    assert planned + (0 if compiled else 4 * normed) == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -242,11 +266,13 @@ def test_a_step_time_that_is_far_off_is_called_a_guess() -> None:
     rows = json.loads((plan_errors.RESULTS / "plan_errors.json").read_text())["rows"]
     far = {row["file"]: row for row in rows if abs(row.get("time_error", 0)) > 0.15}
     experts = {"qwen3_30b_a3b_8layers_h200_b4_int8", "olmoe_1b_7b_h200"}
-    assert far.keys() == {"qwen3_30m_h200", "lora_memory_h200", "finetune_h200", *experts}
+    deterministic = {"same_bits_8b_h200x2_1_micro_batch"}
+    assert far.keys() == {"qwen3_30m_h200", "lora_memory_h200", "finetune_h200", *experts, *deterministic}
     assert all(row["guess"] for row in far.values())
+    deterministic = {f"same_bits_1b_h200x2_{name}" for name in ("1_micro_batch", "8_micro_batches")}
     sizes = {row["file"] for row in rows if row.get("guess")}
     near = {"optimizer_curves_h200", "qwen3_30b_a3b_8layers_h200_b4_torchtitan"}  # 38M parameters; experts
-    assert sizes - far.keys() == near
+    assert sizes - far.keys() == near | deterministic
 
 
 @pytest.mark.parametrize(
@@ -254,6 +280,8 @@ def test_a_step_time_that_is_far_off_is_called_a_guess() -> None:
     [
         (["--model.flavor=debug"], 1, "models below 500M parameters"),
         (["--no-compile.enable"], 1, "compile.enable"),
+        (["--training.deterministic"], 1, "deterministic kernels"),
+        (["--model.name=qwen3_5", "--model.flavor=9B"], 1, "linear attention"),
         (["--lora.enable", "--checkpoint.initial_load_path=base"], 1, "[lora]"),
         (["--training.mixed_precision_param=float32"], 1, "fp32"),
         (["--parallelism.data_parallel_replicate_degree=2"], 4, "data_parallel_replicate_degree"),
@@ -375,8 +403,7 @@ def test_the_time_of_attention_follows_the_windows_of_the_layers() -> None:
     assert mixed == pytest.approx(0.75 * windows + 0.25 * full)
 
 
-@pytest.mark.parametrize("model", ["qwen3_5", "deepseek_v3"])
-def test_models_whose_blocks_are_not_estimated_are_refused(model: str) -> None:
-    job = load_job("debug", [f"--model.name={model}"], world_size=1)
-    with pytest.raises(ConfigError, match="linear attention or multi-token prediction cannot be planned yet"):
-        BlockShape.of(job.build_on_meta(), size=2, compiled=True, is_float8=False)
+def test_models_whose_blocks_are_not_estimated_are_refused() -> None:
+    job = load_job("debug", ["--model.name=deepseek_v3"], world_size=1)
+    with pytest.raises(ConfigError, match="latent attention or multi-token prediction cannot be planned yet"):
+        BlockShape.of_blocks(job.build_on_meta(), size=2, compiled=True, is_float8=False)
