@@ -271,8 +271,8 @@ def test_the_public_keys_are_the_keys_of_a_resolved_job():
     assert len(used) > 40
     # Lists of tables of which there are none.
     used -= {
-        "data.validation_sources", "training.batch_ramp", "optimizer[adamw].param_groups", "metrics.sinks",
-        "metrics.extra", "validation.tasks",
+        "data.validation_sources", "training.batch_ramp", "optimizer[adamw].param_groups",
+        "optimizer[adamw].schedules", "metrics.sinks", "metrics.extra", "validation.tasks",
     }  # fmt: skip
     assert used <= set(public_keys())
 

@@ -130,7 +130,7 @@ def test_the_lines_that_convert_nanochats_tokenizer_keep_its_ids(
 OPTIMIZERS = ROOT / "docs/optimizers.md"
 
 
-@pytest.mark.parametrize("title", ["rates of embedding and head", "rules"])
+@pytest.mark.parametrize("title", ["rates of embedding and head", "rules", "schedules"])
 def test_the_examples_of_parameter_groups_make_the_groups_on_the_page(tmp_path: Path, title: str) -> None:
     page = OPTIMIZERS.read_text(encoding="utf-8")
     example, listed = re.findall(rf'```\w+ title="{title}"\n(.*?)```', page, re.DOTALL)

@@ -113,6 +113,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
             return run.end_without_data(e, num_steps, requests)
         state.step, num_steps, first_sequence = state.step + 1, num_steps + 1, state.next_sequence
         set_lr(optimizer, run.parts.stages.lr_factor(state.step, first_sequence))
+        job.optimizer.set_scheduled(optimizer, state.step)
         num_targets = rt.ranks.count(sum(batch.num_targets for batch in micro_batches))
         vote = rt.ranks.vote(requests.stop, requests.take_save_request(), checkpoints.failed)
         details = run.token_statistics(step_size)  # None without a detailed report

@@ -23,6 +23,7 @@ from tests.support.optimizer_layouts import (
 from tests.support.tiers import full
 from titanlite.optim import muon_optimizer
 from titanlite.optim.base import ParamGroup
+from titanlite.optim.hyperparameters import HyperparameterSchedule
 from titanlite.optim.muon import Muon
 from titanlite.optim.orthogonalize import orthogonalize
 
@@ -38,8 +39,13 @@ VARIANTS = {
         lr=LR,
         adamw_lr_multiplier=0.5,
         param_groups=[
-            ParamGroup(pattern="*.down_proj.weight", lr_multiplier=0.5),
-            ParamGroup(pattern="*.k_proj.weight", rule="adamw"),
+            ParamGroup(pattern="*.down_proj.weight", lr_multiplier=0.5, momentum=0.5),
+            ParamGroup(pattern="*.k_proj.weight", rule="adamw", beta1=0.8),
+        ],
+        schedules=[
+            HyperparameterSchedule(key="momentum", factors=[[1.0, 1.0], [4.0, 0.9]]),
+            HyperparameterSchedule(key="beta2", values=[[1.0, 0.9], [4.0, 0.98]]),
+            HyperparameterSchedule(key="weight_decay", factors=[[0.0, 1.0], [4.0, 0.0]]),
         ],
     ),
 }

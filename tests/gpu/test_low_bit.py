@@ -30,7 +30,8 @@ def optimizer_of(
 ) -> torch.optim.Optimizer:
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in shapes]
-    return build_adamw([{"params": params, "lr": 1e-2, "weight_decay": 0.1}], (0.9, 0.95), 1e-8, state_dtype)
+    group = {"params": params, "lr": 1e-2, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95}
+    return build_adamw([group], 1e-8, state_dtype)
 
 
 def give_gradients(optimizer: torch.optim.Optimizer, step: int) -> None:

@@ -88,6 +88,7 @@ def train(
         dcp.load(flattened(state_of(model.net, built).tensors()), checkpoint_id=load)  # type: ignore[arg-type]
     for step in steps:
         set_gradients(model, step)
+        optimizer.set_scheduled(built, step + 1)
         guarded_step(built, torch.tensor(True), None)
         built.zero_grad()
         model.weights_changed()

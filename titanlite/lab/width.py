@@ -184,5 +184,6 @@ def toml_lines(config: DecoderConfig, fields: Mapping[str, float], groups: list[
         yield f"lr_multiplier = {group.lr_multiplier:.6g}"
         if group.weight_decay is not None:
             yield f"weight_decay = {group.weight_decay:.6g}"
+        yield from (f"{key} = {value:g}" for key, value in group.hyperparameters().items())
         if group.rule:
             yield f'rule = "{group.rule}"'

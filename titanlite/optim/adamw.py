@@ -42,12 +42,18 @@ class AdamWKeys(Optimizer):
             if not 0 <= getattr(self, key) < 1:
                 raise ConfigError(f"{getattr(self, key)} is not in [0, 1)", key)
         check_at_least(self, 0, "eps")
-        if self.state_dtype == "bfloat16" and self.beta2 > BFLOAT16_BETA2:
+        scheduled = next((schedule for schedule in self.schedules if schedule.key == "beta2"), None)
+        of_groups = [self.beta2, *(g.beta2 for g in self.param_groups if g.beta2 is not None)]
+        beta2 = max(of_groups if scheduled is None else scheduled.extremes(max(of_groups)))
+        if self.state_dtype == "bfloat16" and beta2 > BFLOAT16_BETA2:
             raise ConfigError(
-                f'state_dtype = "bfloat16" needs beta2 of at most {BFLOAT16_BETA2}, not {self.beta2:g}: '
+                f'state_dtype = "bfloat16" needs beta2 of at most {BFLOAT16_BETA2}, not {beta2:g}: '
                 "rounding would lose most changes of the second moment; use int8 or float32",
                 "beta2",
             )
+
+    def hyperparameters(self, rule: str) -> dict[str, float]:
+        return {"beta1": self.beta1, "beta2": self.beta2}
 
     def state_bytes(self, parameter: torch.Tensor, rule: str) -> float:
         if self.state_dtype == "int8" and has_blocks(parameter):
@@ -81,10 +87,10 @@ class AdamWKeys(Optimizer):
         the weight before the step, which follows from the weight after it. With 8-bit state the stored
         moments are used, with their rounding errors of about 1%."""
         lr, decay, step = group["lr"], group["weight_decay"], state["step"]
-        update = torch.empty_like(weight, dtype=torch.float32)
+        (beta1, beta2), update = group["betas"], torch.empty_like(weight, dtype=torch.float32)
         for rows, m, v in moments_by_rows(state):
-            denominator = (v / (1 - self.beta2**step)).sqrt_().add_(self.eps)
-            update[rows] = (m / (1 - self.beta1**step)).div_(denominator)
+            denominator = (v / (1 - beta2**step)).sqrt_().add_(self.eps)
+            update[rows] = (m / (1 - beta1**step)).div_(denominator)
         return update.add_(weight, alpha=decay).mul_(lr / (1 - lr * decay))
 
     def signal_and_noise(
@@ -93,14 +99,14 @@ class AdamWKeys(Optimizer):
         """Estimates from the moments m and v after bias correction. If the gradient's expectation G and
         variance V are constant, E[m^2] = G^2 + k V and E[v] = G^2 + V, where k is the sum of the squares of
         m's weights: (1 - beta1) / (1 + beta1) after many steps. After one step m^2 = v tells nothing."""
-        step = state["step"]
-        if step < 2 or self.beta1 == 0:
+        step, (beta1, beta2) = state["step"], group["betas"]
+        if step < 2 or beta1 == 0:
             return None
-        decayed = self.beta1**step
-        k = (1 - self.beta1) / (1 + self.beta1) * (1 + decayed) / (1 - decayed)
+        decayed = beta1**step
+        k = (1 - beta1) / (1 + beta1) * (1 + decayed) / (1 - decayed)
         sums = [(m.square().sum(), v.sum()) for _, m, v in moments_by_rows(state)]
         mean_square = sum(first for first, _ in sums) / (1 - decayed) ** 2
-        square = sum(second for _, second in sums) / (1 - self.beta2**step)
+        square = sum(second for _, second in sums) / (1 - beta2**step)
         signal = (mean_square - k * square) / (1 - k)
         return signal, square - signal
 
@@ -113,27 +119,24 @@ class AdamW(AdamWKeys, name="adamw"):
         return 1.0
 
     def build(self, model: Decoder, mesh: Mesh) -> torch.optim.Optimizer:
-        betas = self.beta1, self.beta2
-        return build_adamw(self.groups(model), betas, self.eps, self.state_dtype, mesh.same_bits)
+        return build_adamw(self.groups(model), self.eps, self.state_dtype, mesh.same_bits)
 
 
 def build_adamw(
-    groups: list[dict[str, Any]],
-    betas: tuple[float, float],
-    eps: float,
-    state_dtype: StateDtype,
-    same_bits: bool = False,
+    groups: list[dict[str, Any]], eps: float, state_dtype: StateDtype, same_bits: bool = False
 ) -> torch.optim.Optimizer:
-    """The AdamW optimizer of parameter groups, each with `params`, `lr` and `weight_decay`. With `MANY`
+    """The AdamW optimizer of parameter groups, each with `params`, `lr`, `weight_decay`, `beta1` and `beta2`.
+    With `MANY`
     values on a GPU, torch's fused implementation is slower: it also writes the divided gradients. With few,
     it is faster: it asks less of the host (adamw_update_h200.json). `same_bits`: the implementation does
     not depend on the size of the shards. torch's fused one on a CPU does: it rounds the last values of a
     shard otherwise."""
+    groups = [{**group, "betas": (group["beta1"], group["beta2"])} for group in groups]
     if same_bits:
         if state_dtype == "float32" and all(p.is_cuda for group in groups for p in group["params"]):
-            return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
-        return CompiledAdamW(groups, betas, eps, state_dtype, large=0)
+            return torch.optim.AdamW(groups, eps=eps, fused=True)
+        return CompiledAdamW(groups, eps, state_dtype, large=0)
     shards = [local_shard(p) for group in groups for p in group["params"] if p.is_cuda]
     if state_dtype != "float32" or sum(shard.numel() for shard in shards) >= MANY:
-        return CompiledAdamW(groups, betas, eps, state_dtype)
-    return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
+        return CompiledAdamW(groups, eps, state_dtype)
+    return torch.optim.AdamW(groups, eps=eps, fused=True)

@@ -16,6 +16,7 @@ import torch
 from titanlite.config.component import Component, ConfigError, suggest
 from titanlite.mesh import Mesh
 from titanlite.models.base import Decoder
+from titanlite.optim.hyperparameters import WEIGHT_DECAY, HyperparameterSchedule, is_valid
 from titanlite.torch_compat import takes_grad_scaler_tensors
 
 CLIP_NORM = "clip_norm"  # key of the scalar that training.clip = "tensor" adds to each parameter's state
@@ -32,6 +33,13 @@ class ParamGroup:
     """Factor of optimizer.lr."""
     weight_decay: float | None = None
     """Weight decay. Unset: optimizer.weight_decay, but 0 for norms and biases."""
+    beta1: float | None = None
+    """Decay rate of the gradient's running mean, for AdamW's rule. Unset: optimizer.beta1."""
+    beta2: float | None = None
+    """Decay rate of the squared gradient's running mean, for AdamW's rule, and for Muon's with `normalize`.
+    Unset: optimizer.beta2."""
+    momentum: float | None = None
+    """Decay rate of the gradient's running mean, for Muon's rule. Unset: optimizer.momentum."""
     rule: str = ""
     """Update rule, for an optimizer with several: `muon` has `muon` and `adamw`. Empty: by the parameter's
     role."""
@@ -41,16 +49,26 @@ class ParamGroup:
             value = getattr(self, key)
             if value is not None and not 0 <= value < math.inf:
                 raise ConfigError(f"{value} is not a finite number of at least 0", key)
+        for key, value in self.hyperparameters().items():
+            if not is_valid(key, value):
+                raise ConfigError(f"{value} is not in [0, 1)", key)
+
+    def hyperparameters(self) -> dict[str, float]:
+        """The hyperparameters of update rules that the group sets."""
+        values = {"beta1": self.beta1, "beta2": self.beta2, "momentum": self.momentum}
+        return {key: value for key, value in values.items() if value is not None}
 
 
 class GroupSettings(NamedTuple):
     """Settings of one group of parameters. `entry`: the group's index in param_groups; None for parameters
-    that no pattern matches. `rule`: empty if the optimizer has a single update rule."""
+    that no pattern matches. `rule`: empty if the optimizer has a single update rule. `hyperparameters`: of
+    the rule, by name (Optimizer.hyperparameters)."""
 
     entry: int | None
     rule: str
     peak_lr: float
     weight_decay: float
+    hyperparameters: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +104,9 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
     weight_decay: float = 0.1
     """Weight decay of all parameters except norms and biases."""
     param_groups: list[ParamGroup] = field(default_factory=list)
-    """Groups of parameters with another learning rate or weight decay."""
+    """Groups of parameters with other hyperparameters, such as learning rate or weight decay."""
+    schedules: list[HyperparameterSchedule] = field(default_factory=list)
+    """Hyperparameters that follow the step; the learning rate follows [lr_scheduler]."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
@@ -99,6 +119,10 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
                 if not self.rules:
                     raise ConfigError(f"{self.name} has a single update rule; remove this key", key)
                 raise ConfigError(f"unknown rule {group.rule!r}{suggest(group.rule, self.rules)}", key)
+
+        for i, schedule in enumerate(self.schedules):
+            if schedule.key in [earlier.key for earlier in self.schedules[:i]]:
+                raise ConfigError(f"{schedule.key} has an earlier schedule", f"schedules.{i}.key")
 
     @abstractmethod
     def build(self, model: Decoder, mesh: Mesh) -> torch.optim.Optimizer:
@@ -147,6 +171,23 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
         """The peak learning rate of parameters under an update rule, before the multiplier of their group."""
         return self.lr
 
+    def hyperparameters(self, rule: str) -> dict[str, float]:
+        """The hyperparameters of an update rule that groups of parameters and schedules may change, beside
+        learning rate and weight decay: their names and values. A parameter group of the optimizer that
+        `build` returns has its values under these names, and the rule reads them in each step. Default: none.
+        """
+        return {}
+
+    def set_scheduled(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Set the hyperparameters in the parameter groups of a built optimizer to what `schedules` say for
+        `step` = 1, 2, ..."""
+        for schedule in self.schedules:
+            for group in optimizer.param_groups:
+                if (key := schedule.key) in group:
+                    group[key] = schedule.value(group.setdefault(f"own_{key}", group[key]), step)
+                    if "betas" in group:  # where torch's AdamW reads them
+                        group["betas"] = group["beta1"], group["beta2"]
+
     def width_exponent(self, rule: str) -> float | None:
         """The power p for which a peak learning rate proportional to width ** -p makes an update of a matrix
         in the blocks change its output by the same amount at every width (muP). `rule`: the matrix's update
@@ -159,21 +200,25 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
 
     def groups(self, model: Decoder) -> list[dict[str, Any]]:
         """Parameter groups for the constructor of a torch.optim.Optimizer: `params`, `lr` (the peak),
-        `weight_decay`, and `rule` if the optimizer has several. Frozen parameters are left out."""
+        `weight_decay`, the hyperparameters of the rule, and `rule` if the optimizer has several. Frozen
+        parameters are left out."""
         return [
             {
                 "params": [model.get_parameter(name) for name in names],
                 "lr": settings.peak_lr,
                 "weight_decay": settings.weight_decay,
+                **dict(settings.hyperparameters),
                 **({"rule": settings.rule} if self.rules else {}),
             }
             for settings, names in self.grouped(model).items()
         ]
 
     def check(self, model: Decoder, tensor_parallel: int = 1) -> None:
-        """Raises ConfigError for a pattern that selects no parameter of the whole model, and if the optimizer
-        cannot work on shards of `tensor_parallel` ranks. With pipeline parallel a rank has only some of the
-        parameters, so `model` must not be split into stages yet."""
+        """Raises ConfigError for a pattern that selects no parameter of the whole model, for hyperparameters
+        that no update rule has, and if the optimizer cannot work on shards of `tensor_parallel` ranks. With
+        pipeline parallel a rank has only some of the parameters, so `model` must not be split into stages
+        yet."""
+        self._check_hyperparameters(list(self.grouped(model)))
         used = {settings.entry for settings in self.grouped(model)}
         names = [name for name, _ in model.named_parameters()]
         for i, group in enumerate(self.param_groups):
@@ -188,18 +233,40 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
             hint = suggest(group.pattern, known)
             raise ConfigError(f"{group.pattern!r} matches no parameter{why}{hint}", key)
 
+    def _check_hyperparameters(self, groups: list[GroupSettings]) -> None:
+        """Raises ConfigError for hyperparameters of param_groups and schedules that the rules of the
+        parameters do not have, and for scheduled values that are out of range."""
+        for group in (group for group in groups if group.entry is not None):
+            own = self.param_groups[group.entry or 0].hyperparameters()
+            if foreign := own.keys() - dict(group.hyperparameters).keys():
+                key = f"optimizer.param_groups.{group.entry}.{min(foreign)}"
+                raise ConfigError(f"the update rule {group.rule or self.name} has no {min(foreign)}", key)
+        known = {WEIGHT_DECAY, *(name for group in groups for name, _ in group.hyperparameters)}
+        for i, schedule in enumerate(self.schedules):
+            if schedule.key not in known:
+                hint = suggest(schedule.key, known)
+                raise ConfigError(f"no parameter has {schedule.key!r}{hint}", f"optimizer.schedules.{i}.key")
+            for group in groups:
+                own = {WEIGHT_DECAY: group.weight_decay, **dict(group.hyperparameters)}
+                for value in schedule.extremes(own[schedule.key]) if schedule.key in own else ():
+                    if not is_valid(schedule.key, value):
+                        key = f"optimizer.schedules.{i}.factors"
+                        raise ConfigError(f"{schedule.key} would be {value:g}, which is not in [0, 1)", key)
+
     def describe(self, model: Decoder) -> list[str]:
-        """One line for each parameter group of the whole model, for the log."""
+        """One line for each parameter group of the whole model and for each schedule, for the log."""
         lines = []
         for settings, names in self.grouped(model).items():
             pattern = "" if settings.entry is None else f", {self.param_groups[settings.entry].pattern}"
             size = sum(model.get_parameter(name).numel() for name in names)
             tensors = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
+            own = {} if settings.entry is None else self.param_groups[settings.entry].hyperparameters()
+            others = "".join(f", {key} {value:g}" for key, value in own.items())
             lines.append(
                 f"{settings.rule or self.name}{pattern}: {tensors} of {size:,} parameters, peak learning "
-                f"rate {settings.peak_lr:g}, weight decay {settings.weight_decay:g}"
+                f"rate {settings.peak_lr:g}, weight decay {settings.weight_decay:g}{others}"
             )
-        return lines
+        return lines + [schedule.describe() for schedule in self.schedules]
 
     def grouped(self, model: Decoder) -> dict[GroupSettings, list[str]]:
         """Names of the trained parameters by the settings of their group."""
@@ -213,7 +280,10 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
             decay = 0.0 if model.parameter_role(name) == "norm" else self.weight_decay
             if group.weight_decay is not None:
                 decay = group.weight_decay
-            settings = GroupSettings(i, rule, self.peak_lr(rule) * group.lr_multiplier, decay)
+            own, values = group.hyperparameters(), self.hyperparameters(rule)
+            values = {key: own.get(key, value) for key, value in values.items()}
+            peak_lr = self.peak_lr(rule) * group.lr_multiplier
+            settings = GroupSettings(i, rule, peak_lr, decay, tuple(values.items()))
             grouped.setdefault(settings, []).append(name)
         return grouped
 

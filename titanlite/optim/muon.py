@@ -94,6 +94,11 @@ class Muon(AdamWKeys, name="muon"):
                         f"optimizer.param_groups.{settings.entry}.rule",
                     )
 
+    def hyperparameters(self, rule: str) -> dict[str, float]:
+        if rule == "adamw":
+            return super().hyperparameters(rule)
+        return {"momentum": self.momentum, **({"beta2": self.beta2} if self.normalize == "neuron" else {})}
+
     def state_bytes(self, parameter: torch.Tensor, rule: str) -> float:
         if rule == "adamw":
             return super().state_bytes(parameter, rule)
@@ -128,8 +133,7 @@ class Muon(AdamWKeys, name="muon"):
         # In the model's order: groups of parameters must not change which matrices are in a batch.
         position = {p: i for i, p in enumerate(names)}
         matrices.sort(key=lambda matrix: position[matrix.parameter])
-        betas = (self.beta1, self.beta2)
-        adamw = build_adamw(others, betas, self.eps, self.state_dtype, mesh.same_bits) if others else None
+        adamw = build_adamw(others, self.eps, self.state_dtype, mesh.same_bits) if others else None
         is_cuda = any(p.device.type == "cuda" for p in names)
         return MuonOptimizer(matrices, muon, adamw, self._settings(is_cuda), mesh.stage_group)
 
@@ -140,12 +144,11 @@ class Muon(AdamWKeys, name="muon"):
     def _settings(self, is_cuda: bool) -> MuonSettings:
         dtype = {"auto": "bfloat16" if is_cuda else "float32"}.get(self.ns_dtype, self.ns_dtype)
         return MuonSettings(
-            momentum=self.momentum,
             nesterov=self.nesterov,
             adjust_lr_fn=self.adjust_lr_fn,
             coefficients=self._coefficients(),
             dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32,
-            neuron_beta2=self.beta2 if self.normalize == "neuron" else None,
+            normalizes_rows=self.normalize == "neuron",
             cautious_weight_decay=self.cautious_weight_decay,
         )
 

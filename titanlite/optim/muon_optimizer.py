@@ -30,15 +30,13 @@ LearningRateScale = Literal["match_rms_adamw", "original", "spectral"]
 
 class MuonSettings(NamedTuple):
     """The settings of Muon's rule. `coefficients`: of each Newton-Schulz step. `dtype`: dtype of the
-    Newton-Schulz products and of the updates that travel between ranks. `neuron_beta2`: decay rate of
-    NorMuon's second moment; None: without NorMuon."""
+    Newton-Schulz products and of the updates that travel between ranks. `normalizes_rows`: NorMuon."""
 
-    momentum: float
     nesterov: bool
     adjust_lr_fn: LearningRateScale
     coefficients: Coefficients
     dtype: torch.dtype
-    neuron_beta2: float | None = None
+    normalizes_rows: bool = False
     cautious_weight_decay: bool = False
 
 
@@ -51,6 +49,7 @@ class Matrix(NamedTuple):
     block: str
     num_stacked: int
     group: dict[str, Any]
+    """The parameter group, with `lr`, `weight_decay`, `momentum` and, for NorMuon, `beta2`."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -89,7 +88,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         for matrix in matrices:
             p = matrix.parameter
             self.state[p][MOMENTUM] = torch.zeros_like(p)
-            if settings.neuron_beta2 is not None:
+            if settings.normalizes_rows:
                 self.state[p][SECOND_MOMENTUM] = _zeros_per_row(p)
         self.batches = batches_of(matrices)
         self._exchange: Exchange | None = None
@@ -98,7 +97,8 @@ class MuonOptimizer(torch.optim.Optimizer):
         if process_group is not None and matrices:
             self._connect(process_group)
         device = plain_shard(matrices[0].parameter).device if matrices else torch.device("cpu")
-        self._update_momentum = _compiled(_momentum_update(settings), device)
+        self._scalars = _Scalars(device)
+        self._update_momentum = _compiled(_momentum_update(settings.nesterov), device)
         self._update_weight = _compiled(_weight_update(settings.cautious_weight_decay), device)
 
     def _connect(self, process_group: dist.ProcessGroup) -> None:
@@ -113,7 +113,7 @@ class MuonOptimizer(torch.optim.Optimizer):
             self.batches, costs, num_bytes, process_group.size(), BUCKET_BYTES
         )
         self._exchange = Exchange(parameters, self.ownership, process_group)
-        if self._settings.neuron_beta2 is not None:
+        if self._settings.normalizes_rows:
             rows = [self.state[p][SECOND_MOMENTUM] for p in parameters]
             self._row_exchange = Exchange(rows, self.ownership, process_group)
 
@@ -134,12 +134,14 @@ class MuonOptimizer(torch.optim.Optimizer):
         found_inf, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         one = torch.ones((), device=device)
         apply = one.bool() if found_inf is None else found_inf == 0
-        rates = _Rates(self._settings.adjust_lr_fn, device)
+        self._scalars = _Scalars(device)
         for i, update in self._updates(apply, one if divisor is None else divisor):
             matrix = self._matrices[i]
             weight = plain_shard(matrix.parameter)
             if weight.numel():
-                rate, decay = rates.scalars(matrix)
+                lr = matrix.group["lr"]
+                rate = self._scalars.of(lr * lr_scale(self._settings.adjust_lr_fn, *matrix.shape[1:]))
+                decay = self._scalars.of(lr * matrix.group["weight_decay"])
                 self._update_weight(_flat(weight), _flat(update.contiguous()), apply, rate, decay)
 
     def _step_adamw(self, adamw: torch.optim.Optimizer) -> None:
@@ -174,17 +176,18 @@ class MuonOptimizer(torch.optim.Optimizer):
 
     def _update(self, i: int, apply: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the update of matrix i before orthogonalisation; updates its momentum."""
-        p = self._matrices[i].parameter
+        p, kept = self._matrices[i].parameter, self._matrices[i].group["momentum"]
         momentum = plain_shard(self.state[p][MOMENTUM])
         gradient = torch.zeros_like(momentum) if p.grad is None else plain_shard(p.grad)
         update = torch.empty_like(momentum, dtype=self._settings.dtype)
         if momentum.numel():
-            self._update_momentum(*map(_flat, (gradient, momentum, update)), apply, divisor)
+            rates = self._scalars.of(kept), self._scalars.of(1 - kept)
+            self._update_momentum(*map(_flat, (gradient, momentum, update)), apply, divisor, *rates)
         return update
 
     def _rows(self, bucket: Sequence[int]) -> dict[int, torch.Tensor]:
         """This rank's shards of NorMuon's second moments, for the matrices of a bucket; else none."""
-        if self._settings.neuron_beta2 is None:
+        if not self._settings.normalizes_rows:
             return {}
         return {i: plain_shard(self.state[self._matrices[i].parameter][SECOND_MOMENTUM]) for i in bucket}
 
@@ -240,9 +243,9 @@ class MuonOptimizer(torch.optim.Optimizer):
         done = {}
         for i, shape, part in zip(batch, shapes, stacked.split([shape[0] for shape in shapes])):
             update = part.mT if shape[1] > shape[2] else part
-            if settings.neuron_beta2 is not None:
+            if settings.normalizes_rows:
                 moments = rows[i].view(*shape[:2], 1)
-                update = normalize_rows(update, moments, apply, settings.neuron_beta2)
+                update = normalize_rows(update, moments, apply, self._matrices[i].group["beta2"])
             done[i] = update.reshape(updates[i].shape)
         return done
 
@@ -254,22 +257,17 @@ class _Transfers(NamedTuple):
     rows: Transfer | None
 
 
-class _Rates:
-    """Learning rate and weight decay of one step as scalars on the device: numbers would make torch.compile
-    compile again."""
+class _Scalars:
+    """Numbers of one step, such as learning rates, as fp32 scalars on the device: Python's numbers would make
+    torch.compile compile again."""
 
-    def __init__(self, adjust_lr_fn: LearningRateScale, device: torch.device):
-        self._adjust_lr_fn, self._device = adjust_lr_fn, device
-        self._scalars: dict[tuple[float, float], tuple[torch.Tensor, torch.Tensor]] = {}
+    def __init__(self, device: torch.device):
+        self._device, self._scalars = device, dict[float, torch.Tensor]()
 
-    def scalars(self, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor]:
-        """The factor of the orthogonalised update, and the fraction of the weight that decays."""
-        lr = matrix.group["lr"]
-        key = lr * lr_scale(self._adjust_lr_fn, *matrix.shape[1:]), lr * matrix.group["weight_decay"]
-        if key not in self._scalars:
-            rate, decay = (torch.full((), value, device=self._device) for value in key)
-            self._scalars[key] = rate, decay
-        return self._scalars[key]
+    def of(self, value: float) -> torch.Tensor:
+        if value not in self._scalars:
+            self._scalars[value] = torch.full((), value, device=self._device)
+        return self._scalars[value]
 
 
 def lr_scale(adjust_lr_fn: LearningRateScale, m: int, n: int) -> float:
@@ -311,20 +309,21 @@ def normalize_rows(
     return (normalized * (norms[0] / (norms[1] + 1e-8))).to(update.dtype)
 
 
-def _momentum_update(settings: MuonSettings) -> Callable[..., None]:
-    momentum, nesterov = settings.momentum, settings.nesterov
-
+def _momentum_update(nesterov: bool) -> Callable[..., None]:
     def update_momentum(
         gradient: torch.Tensor,
         buffer: torch.Tensor,
         update: torch.Tensor,
         apply: torch.Tensor,
         divisor: torch.Tensor,
+        momentum: torch.Tensor,
+        weight: torch.Tensor,
     ) -> None:
-        """Write the update into `update`, and, if `apply`, the new momentum into `buffer`. Without
-        torch.lerp, whose bits may depend on the place of a value in the tensor on CPU."""
+        """Write the update into `update`, and, if `apply`, the new momentum into `buffer`. `weight`: of the
+        gradient, 1 - momentum. Without torch.lerp, whose bits may depend on the place of a value in the
+        tensor on CPU."""
         gradient = gradient / divisor
-        mean = buffer + (gradient - buffer) * (1 - momentum)
+        mean = buffer + (gradient - buffer) * weight
         update.copy_(gradient + (mean - gradient) * momentum if nesterov else mean)
         buffer.copy_(torch.where(apply, mean, buffer))
 

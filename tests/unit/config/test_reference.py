@@ -205,7 +205,8 @@ def test_every_key_of_the_trainer_is_documented():
 
 
 # Lists of tables, which have sections of their own.
-TABLES = {"sources", "validation_sources", "batch_ramp", "param_groups", "tasks", "sinks", "extra"}
+TABLES = {"sources", "validation_sources", "batch_ramp", "param_groups", "schedules", "tasks", "sinks",
+          "extra"}  # fmt: skip
 
 
 def test_the_help_of_the_trainer_names_every_key_of_a_resolved_job():

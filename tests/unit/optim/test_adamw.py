@@ -174,7 +174,8 @@ def measured_noise_scale(config, first, last, batch_size=64):
         optimizer.step()
         if step >= first:
             state = optimizer.state[p]
-            estimates += torch.stack(config.signal_and_noise({**state, "step": step}, {}))
+            group = optimizer.param_groups[0]
+            estimates += torch.stack(config.signal_and_noise({**state, "step": step}, group))
             m, v = state["exp_avg"], state["exp_avg_sq"]
             naive.append((batch_size * (v - m**2).sum() / (m**2).sum()).item())
     signal, noise = estimates.tolist()
@@ -198,4 +199,4 @@ def test_the_noise_scale_is_unbiased_in_early_steps():
 def test_one_step_or_no_momentum_tells_nothing_of_the_noise():
     for config, step in ((AdamW(), 1), (AdamW(beta1=0.0), 5)):
         state = {"step": step, "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
-        assert config.signal_and_noise(state, {}) is None
+        assert config.signal_and_noise(state, {"betas": (config.beta1, config.beta2)}) is None

@@ -175,7 +175,7 @@ def test_control_blocks_that_depend_on_the_shard_differ() -> None:
 def test_a_shard_that_cuts_a_block_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(low_bit, "local_shard", lambda t: t[..., :96])
     with pytest.raises(ConfigError, match=r"shape \(8, 128\) is cut into shards of \(8, 96\)") as e:
-        CompiledAdamW([{"params": [nn.Parameter(torch.ones(8, 128))], "lr": 1.0}], (0.9, 0.95), 1e-8, "int8")
+        CompiledAdamW([{"params": [nn.Parameter(torch.ones(8, 128))], "lr": 1.0}], 1e-8, "int8")
     assert e.value.key == "optimizer.state_dtype"
 
 
@@ -271,7 +271,11 @@ def test_the_newest_update_follows_from_the_state(state_dtype: StateDtype) -> No
 
 def test_the_noise_scale_follows_from_the_state() -> None:
     ours, theirs = (
-        torch.stack(config.signal_and_noise({**steps(config, params).state[params["weight"]], "step": 5}, {}))
+        torch.stack(
+            config.signal_and_noise(
+                {**steps(config, params).state[params["weight"]], "step": 5}, {"betas": (0.9, 0.95)}
+            )
+        )
         for config in (AdamW(state_dtype="int8"), AdamW())
         if (params := parameters())
     )
@@ -389,7 +393,7 @@ def final_loss(state_dtype: str, seed: int, num_steps: int) -> torch.Tensor:
     mlp = [nn.Linear(256, 128), nn.SiLU(), nn.Linear(128, 256)]
     net = nn.Sequential(nn.Embedding(256, 64), Uneven(), nn.Flatten(), *mlp)
     config = {"lr": 3e-3, "weight_decay": 0.1}
-    optimizer = CompiledAdamW([{"params": list(net.parameters()), **config}], (0.9, 0.95), 1e-8, state_dtype)
+    optimizer = CompiledAdamW([{"params": list(net.parameters()), **config}], 1e-8, state_dtype)
     table = torch.randint(0, 256, (256,), generator=torch.Generator().manual_seed(7))
     data = torch.Generator().manual_seed(seed)
     losses = []
