@@ -433,7 +433,7 @@ def test_imports_register_components(path, plugin, imports):
         load_job(path, ["--job.imports=[]", "--optimizer.name=sgd"])
     job = load_job(path, [*overrides, "--optimizer.name=sgd", "--optimizer.momentum=0.5"], allow_imports=True)
     assert toml.as_tree(job.optimizer) == {
-        "name": "sgd", "lr": 3e-4, "weight_decay": 0.1, "param_groups": [], "momentum": 0.5
+        "name": "sgd", "lr": 3e-4, "weight_decay": 0.1, "param_groups": [], "schedules": [], "momentum": 0.5
     }  # fmt: skip
 
 
