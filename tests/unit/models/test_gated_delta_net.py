@@ -3,18 +3,16 @@ do not see each other, decoding continues where the forward ended, and the FLOPs
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.fla import stand_in_for_fla
 from tests.support.tiers import full
 from titanlite.attention import gated_delta_rule as module
 from titanlite.attention import gated_delta_rule_kernels as kernels
@@ -394,71 +392,10 @@ def test_flops_of_the_layer() -> None:
     assert layer.state_flops_per_token() == 18 * H * E * V
 
 
-class _Stub(torch.autograd.Function):
-    """The function of the package fla, with its own backward and its shapes."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, g, beta, state, cu_seqlens, keep):
-        ctx.save_for_backward(q, k, v, g, beta, state, cu_seqlens)
-        ctx.keep = keep
-        out, last = _Stub.compute(q, k, v, g, beta, state, cu_seqlens)
-        return out, last if keep else None
-
-    @staticmethod
-    def compute(q, k, v, g, beta, state, cu_seqlens):
-        bounds = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-        outs, states = [], []
-        for begin, end in pairwise(bounds):
-            tokens = [x[:, begin:end] for x in (q, k, v, g, beta)]
-            q_, k_, *others = tokens
-            first = state
-            if state is not None and cu_seqlens is not None:
-                first = state[len(states), None]
-            if begin == end:
-                states.append(torch.zeros(1, v.shape[2], q.shape[3], v.shape[3]) if first is None else first)
-                continue
-            out, last = gated_delta_rule(l2_normalized(q_), l2_normalized(k_), *others, first)
-            outs.append(out)
-            states.append(last)
-        return torch.cat(outs, 1), torch.cat(states)
-
-    @staticmethod
-    def backward(ctx, g_out, g_last):
-        *tensors, cu_seqlens = ctx.saved_tensors
-
-        def gradients() -> tuple[torch.Tensor, ...]:
-            leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
-            out, last = _Stub.compute(*leaves, cu_seqlens)
-            used = [x for x in leaves if x is not None]
-            both = ((out, last), used, (g_out, g_last)) if ctx.keep else (out, used, g_out)
-            return torch.autograd.grad(*both)
-
-        with ThreadPoolExecutor(1) as pool:  # within an operator, a thread does not record torch's operators
-            results = pool.submit(gradients).result()
-        return (*results, *(None,) * (8 - len(results)))
-
-
 @pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A package fla that computes with torch. Checks how it is called, and lists the calls."""
-    calls = []
-
-    def chunk_gated_delta_rule(
-        q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
-        use_qk_l2norm_in_kernel=False, cu_seqlens=None, chunk_indices=None,
-    ):  # fmt: skip
-        assert use_qk_l2norm_in_kernel
-        assert scale is None
-        assert g.dtype == torch.float32
-        assert (cu_seqlens is None) == (chunk_indices is None)
-        assert cu_seqlens is None or len(q) == 1
-        calls.append("documents" if cu_seqlens is not None else "whole")
-        return _Stub.apply(q, k, v, g, beta, initial_state, cu_seqlens, output_final_state)
-
-    for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["fla.ops.gated_delta_rule"].chunk_gated_delta_rule = chunk_gated_delta_rule
-    return calls
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls of the package fla, which computes with torch."""
+    return stand_in_for_fla(monkeypatch)
 
 
 def trained(rule: Rule, packed: bool, compiled: bool = False) -> Tensors:
@@ -474,16 +411,16 @@ def trained(rule: Rule, packed: bool, compiled: bool = False) -> Tensors:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_kernels_call(stub: list[str], packed: bool) -> None:
-    """With the package's function replaced: outputs and gradients of the layer are those of torch_rule."""
+def test_the_kernels_call(calls: list[str], packed: bool) -> None:
+    """With the package's functions replaced: outputs and gradients of the layer are those of torch_rule."""
     expected, actual = (trained(rule, packed) for rule in (torch_rule, fla_rule))
     assert largest_error(actual, expected) < 1e-5
-    assert stub == ["documents" if packed else "whole"] * 2  # forward, and again in the backward
+    assert calls == ["documents" if packed else "whole", "backward"]  # the forward runs once
     assert largest_error(trained(fla_rule, not packed), expected) > 0.01  # control
 
 
 @pytest.mark.parametrize("packed", [full(False), True])
-def test_both_implementations_compile(stub: list[str], packed: bool) -> None:
+def test_both_implementations_compile(calls: list[str], packed: bool) -> None:
     def both(*args: Any) -> Any:
         return torch_rule(*args)[0] - 2 * fla_rule(*args)[0], None
 
@@ -491,8 +428,17 @@ def test_both_implementations_compile(stub: list[str], packed: bool) -> None:
     assert largest_error(trained(both, packed, compiled=True), trained(both, packed)) < 1e-5
 
 
+def test_the_shapes_that_the_compiler_assumes_are_those_of_the_operator(calls: list[str]) -> None:
+    tensors = [x.detach().contiguous().requires_grad_() for x in inputs(30, torch.float32)[:5]]
+    torch.library.opcheck(
+        torch.ops.titanlite.fla_gated_delta_rule.default,
+        (tensors, torch.randn(len(tensors[0]), H, E, V), None, None, True),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
+
+
 @torch.no_grad()
-def test_decoding_with_the_kernels(stub: list[str]) -> None:
+def test_decoding_with_the_kernels(calls: list[str]) -> None:
     layer, x = make_layer(), hidden(40)
     outs: dict[Any, Tensors] = {}
     for rule in (torch_rule, fla_rule):
@@ -504,11 +450,11 @@ def test_decoding_with_the_kernels(stub: list[str]) -> None:
             decoding.state.rule,
         ]
     assert largest_error(outs[fla_rule], outs[torch_rule]) < 1e-5
-    assert stub == ["whole", "whole"]
+    assert calls == ["whole", "whole"]
 
 
 @pytest.mark.parametrize("documents", [None, documents_of(starts_at(30, [7, 20], [0, 11]))])
-def test_the_gradient_of_the_states(stub: list[str], documents: Documents | None) -> None:
+def test_the_gradient_of_the_states(calls: list[str], documents: Documents | None) -> None:
     """The first sequence continues a document, if there are documents, the second does not."""
     tensors = inputs(30, torch.float32)
 
