@@ -28,7 +28,7 @@ L2_SECTOR_BYTES = 32
 
 
 def fused_loss_and_gradient_(
-    logits_CV: torch.Tensor, targets_C: torch.Tensor, z_loss_multiplier: float = 0.0
+    logits_CV: torch.Tensor, targets_C: torch.Tensor, z_loss_multiplier: float = 0.0, softcap: float = 0.0
 ) -> torch.Tensor:
     """`losses.loss_and_gradient_` for the whole vocabulary, on CUDA: the sum of -log p(target), fp32 scalar;
     with a z-loss, fp32 [2]. Overwrites the logits, whose rows must be contiguous, with their gradient. Tokens
@@ -39,15 +39,22 @@ def fused_loss_and_gradient_(
     stride = logits_CV.stride(0)
     rows_aligned = stride * logits_CV.element_size() % L2_SECTOR_BYTES == 0
     _loss_and_gradient[(C,)](
-        logits_CV, targets_C, losses_C2, V, stride, z_loss_multiplier, rows_aligned, num_warps=WARPS
-    )
+        logits_CV, targets_C, losses_C2, V, stride, z_loss_multiplier, float(softcap), rows_aligned,
+        softcap > 0, num_warps=WARPS,
+    )  # fmt: skip
     return losses_C2.sum(0) if z_loss_multiplier else losses_C2[:, 0].sum()
 
 
 @triton.jit
+def _capped(x, softcap):  # type: ignore[no-untyped-def]
+    return softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)  # softcap * tanh(x / softcap)
+
+
+@triton.jit
 def _loss_and_gradient(  # type: ignore[no-untyped-def]
-    logits_ptr, targets_ptr, losses_ptr, V, stride, z_loss_multiplier, ROWS_ALIGNED: tl.constexpr
-):
+    logits_ptr, targets_ptr, losses_ptr, V, stride, z_loss_multiplier, softcap, ROWS_ALIGNED: tl.constexpr,
+    CAPS: tl.constexpr,
+):  # fmt: skip
     # With rows that do not begin at cache sectors, the kernel was slower with these policies; why was not
     # measured.
     KEEP: tl.constexpr = "evict_last" if ROWS_ALIGNED else ""
@@ -61,6 +68,8 @@ def _loss_and_gradient(  # type: ignore[no-untyped-def]
     target_logit = tl.load(logits_ptr + tl.maximum(target, 0), mask=target < V, other=float("nan")).to(
         tl.float32
     )
+    if CAPS:
+        target_logit = _capped(target_logit, softcap)
 
     # Online softmax (Milakov & Gimelshein 2018), to base 2: each lane has its own maximum and sum, which it
     # rescales once for ROUNDS logits.
@@ -74,7 +83,10 @@ def _loss_and_gradient(  # type: ignore[no-untyped-def]
             other=float("-inf"),
             eviction_policy=KEEP,
         )
-        x = x.to(tl.float32) * LOG2_E
+        x = x.to(tl.float32)
+        if CAPS:  # the logits behind the last id are -infinity, which a cap would make finite
+            x = tl.where(first + ids < V, _capped(x, softcap), float("-inf"))
+        x = x * LOG2_E
         new_top = tl.maximum(top, tl.max(x, 0))
         total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(x - new_top[None, :]), 0)
         top = new_top
@@ -92,7 +104,12 @@ def _loss_and_gradient(  # type: ignore[no-untyped-def]
     for block in range(0, num_blocks):
         columns = (num_blocks - 1 - block) * WRITE_BLOCK + offsets
         logits = tl.load(logits_ptr + columns, mask=columns < V, other=0.0, eviction_policy=DROP)
-        gradient = tl.exp2(logits.to(tl.float32) * LOG2_E - log2_z) * factor
+        logits = logits.to(tl.float32)
+        if CAPS:
+            logits = _capped(logits, softcap)
+        gradient = tl.exp2(logits * LOG2_E - log2_z) * factor
         gradient = tl.where(counts & (columns == target), gradient - 1.0, gradient)
+        if CAPS:
+            gradient = gradient * (1.0 - (logits / softcap) * (logits / softcap))
         gradient = gradient.to(logits_ptr.dtype.element_ty)
         tl.store(logits_ptr + columns, gradient, mask=columns < V, eviction_policy=DROP)

@@ -19,7 +19,7 @@ from titanlite.attention.kv_cache import KVCache
 from titanlite.config.amount import Interval
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.errors import Diverged
-from titanlite.models.base import Decoder, logits
+from titanlite.models.base import Decoder
 from titanlite.tokenizers.base import Tokenizer
 
 NextLogits = Callable[[Sequence[int]], torch.Tensor]  # ids of the sequence -> logits of the next token [V]
@@ -140,9 +140,8 @@ class CachedLogits:
         """Logits [V] of the token after `ids`. `ids` have to begin with the ids of the last call."""
         tokens = torch.tensor([ids[self._cache.filled :]], device=self.device)
         positions = self._cache.advance(tokens.shape[1], self.device)
-        return self.net(tokens, positions, self._cache, last_token_logits)[0, 0]
+        return self.net(tokens, positions, self._cache, self._last_token_logits)[0, 0]
 
-
-def last_token_logits(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    """The head_fn that computes only the logits of each sequence's last token, [B, 1, V]."""
-    return logits(hidden_BTD[:, -1:], weight_VD)
+    def _last_token_logits(self, hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+        """The head_fn that computes only the logits of each sequence's last token, [B, 1, V]."""
+        return self.net.logits(hidden_BTD[:, -1:], weight_VD)

@@ -183,6 +183,7 @@ class Job:
                     != "float32",
                 },
             )
+        self.loss.check_softcap(getattr(self.model.config, "logit_softcap", 0.0))
         self.moe.check(self.model.num_experts, trains_adapters=self.lora.enable)
         self.lora.check(self.checkpoint.initial_load_path, self.float8.enable)
         if training.enable_cpu_offload:

@@ -12,7 +12,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,8 @@ class VocabularyShard:
 
     A loss has the hidden states of all tokens and this rank's rows of the weight. Every rank computes the
     same loss, and the gradient of its rows. `first_id`: the id of the first row. `is_whole`: nothing is
-    sharded, and the all-reduces return their argument."""
+    sharded, and the all-reduces return their argument. `softcap`: of the model's logits
+    (Decoder.logit_softcap)."""
 
     first_id: int = 0
     all_reduce_max: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
@@ -43,6 +44,12 @@ class VocabularyShard:
     all_reduce_sum: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
     """Elementwise sum over ranks. The gradient of this rank's summand is the gradient of the sum."""
     is_whole: bool = False
+    softcap: float = 0.0
+
+    def logits(self, hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+        """The logits of this rank's rows, [N, V], in the hidden states' dtype; capped logits in fp32."""
+        logits_NV = F.linear(hidden_ND, weight_VD.to(hidden_ND.dtype))
+        return soft_capped(logits_NV.float(), self.softcap) if self.softcap else logits_NV
 
     def log_sum_exp(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """log(sum(exp(logits))) over the whole vocabulary, [N]; differentiable."""
@@ -66,9 +73,17 @@ class VocabularyShard:
 WHOLE_VOCABULARY = VocabularyShard(is_whole=True)
 
 
+def soft_capped(x: torch.Tensor, softcap: float) -> torch.Tensor:
+    """softcap * tanh(x / softcap) (Gemma 2); `x` for 0."""
+    return softcap * torch.tanh(x / softcap) if softcap else x
+
+
 @dataclass(frozen=True, kw_only=True)
 class Loss(Component, makes=(Callable,)):  # type: ignore[arg-type]
     """Base of losses: `[loss] name = "..."` selects a subclass by its name."""
+
+    supports_softcap: ClassVar[bool] = False
+    """Whether the loss caps its logits by VocabularyShard.softcap. A model with such logits needs it."""
 
     @abstractmethod
     def build(
@@ -86,6 +101,15 @@ class Loss(Component, makes=(Callable,)):  # type: ignore[arg-type]
         """The number of chunks of `tokens` tokens whose gradients the forward computes, one chunk's logits at
         a time. 0, the default: the logits of all tokens are kept for the backward."""
         return 0
+
+    def check_softcap(self, softcap: float) -> None:
+        """Raises ConfigError if the model caps its logits (Decoder.logit_softcap) and the loss does not."""
+        if softcap and not self.supports_softcap:
+            raise ConfigError(
+                f"the model caps its logits, which {self.name} does not support (supports_softcap); set "
+                "model.overrides.logit_softcap = 0.0 for a new model",
+                "loss.name",
+            )
 
     @property
     def auxiliary_losses(self) -> tuple[str, ...]:
@@ -115,6 +139,8 @@ class Loss(Component, makes=(Callable,)):  # type: ignore[arg-type]
 class CrossEntropy(Loss, name="cross_entropy"):
     """Cross-entropy over the full logits, in fp32. Targets of -100 do not count."""
 
+    supports_softcap: ClassVar[bool] = True
+
     z_loss_multiplier: float = 0.0
     """Weight of the z-loss, the mean of log(sum(exp(logits)))^2 (PaLM: 1e-4): minimised, and logged as
     train/z_loss, but not part of train/loss and validation."""
@@ -132,7 +158,9 @@ class CrossEntropy(Loss, name="cross_entropy"):
             return gradient_in_forward(backend, vocabulary, lambda tokens: 1, self.z_loss_multiplier)
 
         def loss(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-            return cross_entropy(hidden_BTD, weight_VD, targets_BT, self.z_loss_multiplier)
+            return cross_entropy(
+                hidden_BTD, weight_VD, targets_BT, self.z_loss_multiplier, vocabulary.softcap
+            )
 
         if not backend:
             return loss
@@ -183,10 +211,12 @@ def cross_entropy(
     weight_VD: torch.Tensor,
     targets_BT: torch.Tensor,
     z_loss_multiplier: float = 0.0,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Sum of -log p(target): fp32 scalar, zero (not NaN) if no target counts. With a z-loss, fp32 [2] as
     Loss.auxiliary_losses describes. The B dim is optional."""
     logits_NV = F.linear(hidden_BTD, weight_VD.to(hidden_BTD.dtype)).float().flatten(0, -2)
+    logits_NV = soft_capped(logits_NV, softcap)
     targets_N = targets_BT.flatten()
     loss = F.cross_entropy(logits_NV, targets_N, reduction="sum")
     if not z_loss_multiplier:
@@ -206,7 +236,7 @@ def gradient_in_forward(
     def torch_loss(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
         if backend or not vocabulary.is_whole:
             return loss_and_gradient_(logits_CV, targets_C, vocabulary, z_loss_multiplier)
-        return eager_loss_and_gradient_(logits_CV, targets_C, z_loss_multiplier)
+        return eager_loss_and_gradient_(logits_CV, targets_C, z_loss_multiplier, vocabulary.softcap)
 
     if backend:
         options = loss_compile_options(backend)
@@ -216,7 +246,7 @@ def gradient_in_forward(
         if backend == "inductor" and vocabulary.is_whole and logits_CV.device.type == "cuda":
             from titanlite.cross_entropy_kernel import fused_loss_and_gradient_  # needs Triton
 
-            return fused_loss_and_gradient_(logits_CV, targets_C, z_loss_multiplier)
+            return fused_loss_and_gradient_(logits_CV, targets_C, z_loss_multiplier, vocabulary.softcap)
         return torch_loss(logits_CV, targets_C)
 
     def chunked_cross_entropy(
@@ -243,12 +273,13 @@ def loss_and_gradient_(
     """Sum of -log p(target), fp32 scalar; with a z-loss, fp32 [2]: this sum and the sum of the z-loss c
     (log Z)^2, Z = sum(exp(logits)). Overwrites the logits, which belong to this rank's shard of the
     vocabulary, with the gradient of both: p (1 + 2 c log Z), minus 1 at the target. Logits of a token
-    that does not count become an arbitrary finite number.
+    that does not count become an arbitrary finite number. The logits are not yet capped by
+    `vocabulary.softcap`, and the gradient is theirs.
 
     Written so that the compiler makes two kernels: one for maximum and sum, one for the gradient. Values per
     token are computed outside the second kernel, which works per element.
     """
-    x_CV = logits_CV.float()
+    x_CV = soft_capped(logits_CV.float(), vocabulary.softcap)
     top_C1 = vocabulary.all_reduce_max(x_CV.amax(-1, keepdim=True))
     powers_CV = (x_CV - top_C1).exp()
     sum_C1 = vocabulary.all_reduce_sum(powers_CV.sum(-1, keepdim=True))
@@ -265,15 +296,24 @@ def loss_and_gradient_(
         log_z_C1 = top_C1 + sum_C1.log()
         share_C1 = share_C1 * (1 + 2 * z_loss_multiplier * log_z_C1)
         total = torch.stack([total, z_loss_multiplier * _sum_of_squares(log_z_C1, counts_C1)])
-    logits_CV.copy_(powers_CV * share_C1 - torch.where(is_target_CV, one_C1, 0.0))
+    d_x_CV = powers_CV * share_C1 - torch.where(is_target_CV, one_C1, 0.0)
+    if vocabulary.softcap:
+        d_x_CV = d_x_CV * (1 - (x_CV / vocabulary.softcap).square())
+    logits_CV.copy_(d_x_CV)
     return total
 
 
 def eager_loss_and_gradient_(
-    logits_CV: torch.Tensor, targets_C: torch.Tensor, z_loss_multiplier: float = 0.0
+    logits_CV: torch.Tensor, targets_C: torch.Tensor, z_loss_multiplier: float = 0.0, softcap: float = 0.0
 ) -> torch.Tensor:
     """loss_and_gradient_ for the whole vocabulary without compilation, in the fewest passes over the logits:
     torch's fused log-softmax and an exponential."""
+    if softcap:
+        capped_CV = soft_capped(logits_CV.float(), softcap)
+        slope_CV = 1 - (capped_CV / softcap).square()
+        total = eager_loss_and_gradient_(capped_CV, targets_C, z_loss_multiplier)
+        torch.mul(capped_CV, slope_CV, out=logits_CV)
+        return total
     counts_C1 = (targets_C != IGNORE)[:, None]
     target_C1 = torch.where(counts_C1, targets_C[:, None], 0)
     log_p_CV = F.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
@@ -307,7 +347,7 @@ def score_targets(
     for hidden_CD, targets_C in zip(
         hidden_BTD.flatten(0, 1).split(chunk_tokens), targets_BT.flatten().split(chunk_tokens)
     ):
-        logits_CV = F.linear(hidden_CD, weight_VD).float()
+        logits_CV = vocabulary.logits(hidden_CD, weight_VD).float()
         logits_CV[:, max(vocab_size - vocabulary.first_id, 0) :] = -math.inf
         log_p_C = vocabulary.target_logits(logits_CV, targets_C) - vocabulary.log_sum_exp(logits_CV)
         top_C, row_C = logits_CV.max(-1)

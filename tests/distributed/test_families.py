@@ -37,6 +37,12 @@ OLMO3: dict[str, Any] = {
     "family": "olmo3",
     "shape": {"sliding_window": 5, "layer_pattern": "SL", **YARN},
 }
+GPT: dict[str, Any] = {
+    "family": "gpt",
+    "shape": {
+        "n_layers": 3, "sliding_window": 5, "layer_pattern": "SL", "zero_init": False, "logit_softcap": 2.0,
+    },
+}  # fmt: skip
 QWEN3_5: dict[str, Any] = {
     "family": "qwen3_5",
     "shape": {
@@ -46,6 +52,7 @@ QWEN3_5: dict[str, Any] = {
 }  # fmt: skip
 DEFAULT_TIER: dict[str, dict[str, Any]] = {
     "mistral": {"cp": 2}, "qwen2": {"tp": 2}, "gemma3": {"tp": 2}, "qwen3_5": {"tp": 2},
+    "gpt": {"tp": 2, "cp": 2},
 }  # fmt: skip
 QWEN3_5_MOE: dict[str, Any] = {
     "family": "qwen3_5_moe",
@@ -55,7 +62,10 @@ QWEN3_5_MOE: dict[str, Any] = {
     },
 }  # fmt: skip
 NORMS = ["q_norm.weight", "k_norm.weight"]
-OWN = {"qwen2": ["v_proj.bias"], "gemma3": NORMS, "olmo3": NORMS, "qwen3_5": NORMS, "qwen3_5_moe": NORMS}
+OWN = {
+    "qwen2": ["v_proj.bias"], "gemma3": NORMS, "olmo3": NORMS, "qwen3_5": NORMS, "qwen3_5_moe": NORMS,
+    "gpt": [],
+}  # fmt: skip
 
 
 def assert_same(
@@ -102,9 +112,10 @@ def test_gradient_is_the_same_in_a_pipeline(run_on, layout: dict[str, Any]) -> N
     ("family", "world_size", "layout"),
     [
         *((family, 2, DEFAULT_TIER[family["family"]]) for family in (MISTRAL, QWEN2, GEMMA3, QWEN3_5)),
+        (GPT, 4, DEFAULT_TIER["gpt"]),
         *(
             full(family, world_size, layout)
-            for family in (QWEN2, MISTRAL, GEMMA3, OLMO3, QWEN3_5)
+            for family in (QWEN2, MISTRAL, GEMMA3, OLMO3, QWEN3_5, GPT)
             for world_size, layout in [
                 (2, {"tp": 2}), (2, {"cp": 2}), (4, {"tp": 2, "cp": 2}), (4, {"dp_replicate": 2}),
                 (2, {"tp": 2, "tied": False, "compile": "aot_eager"}), (2, {"cp": 2, "compile": "aot_eager"}),

@@ -60,6 +60,14 @@ class Attention:
     new values do not recompile the graph, new shapes do.
     """
 
+    previous_BT: torch.Tensor | None = None
+    """Under context parallel: the id of the token before each of this rank's tokens, int64 [B, T]."""
+
+    def previous_tokens(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """The id of the token before each token in its sequence, int64 [B, T]; any id for the first token.
+        `tokens_BT`: the model's input."""
+        return self.previous_BT if self.previous_BT is not None else previous_of(tokens_BT)
+
     def attend(
         self,
         q_BTHE: torch.Tensor,
@@ -94,6 +102,11 @@ class Attention:
         parallel, collective. None, the default: the class does not tell.
         """
         return None
+
+
+def previous_of(tokens_BT: torch.Tensor) -> torch.Tensor:
+    """The id of the token before each token of whole sequences; 0 for the first token."""
+    return F.pad(tokens_BT, (1, 0))[:, :-1]
 
 
 def check_plain_softmax(attention: Attention, kind: AttentionKind) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from titanlite.attention.base import Attention, AttentionKind
+from titanlite.attention.base import Attention, AttentionKind, previous_of
 from titanlite.attention.linear import CachedLinearAttention
 from titanlite.attention.sdpa import SDPAttention
 
@@ -23,6 +23,12 @@ class KVCache(Attention):
         self._next_layer = 0
         self._mask: torch.Tensor | None = None
         self._linear = CachedLinearAttention()
+        self._last_B1: torch.Tensor | None = None
+
+    def previous_tokens(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        earlier, self._last_B1 = self._last_B1, tokens_BT[:, -1:]
+        shifted = previous_of(tokens_BT)
+        return shifted if earlier is None else torch.cat((earlier, shifted[:, 1:]), 1)
 
     def advance(self, num_new: int, device: torch.device) -> torch.Tensor:
         """Begin a forward of `num_new` tokens per sequence. Returns their positions, int64 [num_new]."""

@@ -24,6 +24,9 @@ class RecordingAttention(Attention):
     ):
         self.attention, self.queries, self.record, self.soft_cap = attention, queries, record, soft_cap
 
+    def previous_tokens(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        return self.attention.previous_tokens(tokens_BT)
+
     def of_kind(self, kind: AttentionKind, tokens_BT: torch.Tensor) -> Attention:
         with torch.compiler.set_stance("default"):  # FlexAttention's mask is dense without the compiler
             attention = self.attention.of_kind(kind, tokens_BT)

@@ -93,7 +93,7 @@ def open_meta(path: Path, family: ModelFamily) -> Weights:
     expected = [f"consolidated.{i:02}.pth" for i in range(len(files))]
     if missing := [name for name, file in zip(expected, files) if file.name != name]:
         raise ConfigError(f"{path / missing[0]} is not there, but {files[-1].name} is")
-    contents = [_load(file) for file in files]
+    contents = [load_tensors(file) for file in files]
     for file, content in zip(files, contents):
         if odd := content.keys() ^ contents[0].keys():
             raise ConfigError(f"{file} and {files[0].name} do not both have {min(odd)}")
@@ -170,7 +170,7 @@ def _rotate_half(stored: LazyTensor, head_dim: int) -> LazyTensor:
     return replace(stored, chunks=[Chunk((0,) * len(stored.shape), stored.shape, load)])
 
 
-def _load(file: Path) -> dict[str, torch.Tensor]:
+def load_tensors(file: Path) -> dict[str, torch.Tensor]:
     """Memory-map the tensors in a file. No code in the file is executed."""
     try:
         check_regular(file)

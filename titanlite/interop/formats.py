@@ -34,6 +34,10 @@ class Format(NamedTuple):
 
 
 FORMATS: list[Format] = []  # in addition to titanlite's and Hugging Face's
+# Writers of weights by the format's name, in addition to Hugging Face's: each makes a directory and returns
+# the size of its tensors in bytes.
+Writer = Callable[[Weights, Path, ModelFamily], int]
+WRITERS: dict[str, Writer] = {}
 
 
 def open_weights(path: Path, family: ModelFamily, check_base: bool = False) -> Weights:

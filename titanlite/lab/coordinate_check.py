@@ -19,7 +19,7 @@ from titanlite.data.batch import Batch
 from titanlite.errors import Diverged
 from titanlite.job import Job
 from titanlite.mesh import ALONE
-from titanlite.models.base import Decoder, logits
+from titanlite.models.base import Decoder
 from titanlite.models.moe import Router, moe_layers_of
 from titanlite.optim.base import guarded_step, set_lr
 from titanlite.parallel.apply import parallelize
@@ -141,7 +141,7 @@ def outputs(net: Decoder, tokens_BT: torch.Tensor) -> dict[str, torch.Tensor]:
         hooks += [layer.gate.register_forward_pre_hook(router_hook(name)) for layer in moe_layers_of(block)]
         hooks.append(block.register_forward_hook(hook(f"block {name}")))
     try:
-        keep(LOGITS, net(tokens_BT, None, CAUSAL, logits))
+        keep(LOGITS, net(tokens_BT, None, CAUSAL, net.logits))
     finally:
         for handle in hooks:
             handle.remove()

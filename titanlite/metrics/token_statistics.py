@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from titanlite.losses import IGNORE, VocabularyShard
+from titanlite.losses import IGNORE, VocabularyShard, soft_capped
 
 CHUNK_TOKENS = 1024
 POSITION_BINS = 16
@@ -135,10 +135,13 @@ def exact_losses(
     weight is converted in chunks of rows, so that there is no copy of all of it."""
     dtype = torch.float32 if hidden_ND.device.type == "mps" else torch.float64
     hidden_ND = hidden_ND.to(dtype)
-    chunks = [F.linear(hidden_ND, rows.to(dtype)).logsumexp(-1) for rows in weight_VD.split(COMPARED_ROWS)]
+    chunks = [
+        soft_capped(F.linear(hidden_ND, rows.to(dtype)), vocabulary.softcap).logsumexp(-1)
+        for rows in weight_VD.split(COMPARED_ROWS)
+    ]
     log_z_N = vocabulary.log_sum_exp(torch.stack(chunks, 1))
     row_N, is_here_N = vocabulary.rows(targets_N, len(weight_VD))
-    target_N = (hidden_ND * weight_VD[row_N].to(dtype)).sum(-1)
+    target_N = soft_capped((hidden_ND * weight_VD[row_N].to(dtype)).sum(-1), vocabulary.softcap)
     target_N = vocabulary.all_reduce_sum(torch.where(is_here_N, target_N, 0.0))
     return torch.where(targets_N != IGNORE, log_z_N - target_N, 0.0)
 
@@ -149,7 +152,7 @@ def _statistics(
     """Statistics of each token, fp32 [5, C]: 1, its loss, 1 if no logit exceeds the logit of the target,
     log Z, and the largest magnitude of a logit; zeros if its target does not count. Logits have the dtype of
     the hidden states, and softmax is in fp32, as a loss should compute it."""
-    logits_CV = F.linear(hidden_CD, weight_VD)
+    logits_CV = vocabulary.logits(hidden_CD, weight_VD)
     target_C = vocabulary.target_logits(logits_CV, targets_C).float()
     high_C, low_C = logits_CV.amax(-1).float(), logits_CV.amin(-1).float()
     top_C = vocabulary.all_reduce_max(high_C)

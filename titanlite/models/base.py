@@ -20,6 +20,7 @@ from torch import nn
 from titanlite.attention.base import Attention, AttentionKind
 from titanlite.attention.sdpa import CAUSAL
 from titanlite.config.component import Component, ConfigError, suggest
+from titanlite.losses import soft_capped
 
 # A function of a decoder's last hidden states [B, T, D] and its head's weight [V, D]: a loss that holds its
 # targets, or the computation of logits.
@@ -29,9 +30,10 @@ Index = tuple[int | slice, ...]
 Role = Literal["embedding", "matrix", "head", "norm", "router", "expert", "adapter"]
 
 
-def logits(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    """The head_fn that returns logits [B, T, V], in the hidden states' dtype."""
-    return F.linear(hidden_BTD, weight_VD.to(hidden_BTD.dtype))
+def logits(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor, softcap: float = 0.0) -> torch.Tensor:
+    """Logits [B, T, V] in the hidden states' dtype; with a soft cap (Decoder.logit_softcap) in fp32."""
+    values = F.linear(hidden_BTD, weight_VD.to(hidden_BTD.dtype))
+    return soft_capped(values.float(), softcap) if softcap else values
 
 
 def is_adapter(name: str) -> bool:
@@ -82,7 +84,10 @@ class Decoder(nn.Module):
     together), `tokens` (linear layers that every rank applies to its own tokens), `own_tokens` (`tokens`
     with a plain tensor as its output), `gather_colwise` (`colwise` after gathering its input),
     `gather_output` (gathers what the module returns), `local` (a mixture of experts: each rank routes its
-    own tokens), `router`, `head`."""
+    own tokens), `router`, `elementwise` (a layers.ElementwiseLayer, which every rank applies to its own
+    tokens), `head`."""
+    logit_softcap: float = 0.0
+    """The logits l are softcap * tanh(l / softcap), which losses compute, too; 0: they are not capped."""
     mlp_down: str = ""
     """Name, within a block, of the linear layer whose inputs are the hidden units of the MLP, such as
     `mlp.down_proj`, for the measurement of dead units. Empty: they are not measured."""
@@ -101,6 +106,10 @@ class Decoder(nn.Module):
         Every block calls `attention.attend`.
         """
         raise NotImplementedError
+
+    def logits(self, hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+        """The head_fn that returns logits [B, T, V]."""
+        return logits(hidden_BTD, weight_VD, self.logit_softcap)
 
     def pipeline_stage(self, blocks: Collection[str], first: bool, last: bool) -> Decoder:
         """A pipeline stage of this model, which shares its modules: `blocks`, the embedding if `first`, the

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -269,8 +269,9 @@ class SelfAttention(AttentionLayer):
         self.o_proj = Linear(config.n_heads * config.head_dim, config.dim, self.o_bias)
 
     def forward(
-        self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
+        self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention, *extra: Any
     ) -> torch.Tensor:
+        """The outputs [B, T, D]. `extra`: arguments of mixed_values."""
         # -1: under tensor parallel, this rank has only some of the heads.
         q, k, v = (
             p(x_BTD).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj)
@@ -280,7 +281,8 @@ class SelfAttention(AttentionLayer):
         if self.scale != 1.0:  # of the queries' tables: in fp32, and equal for every attention backend
             cos, sin = cos * self.scale, sin * self.scale
         sinks = self.sinks_of_heads(v.dtype)
-        out_BTHE = attention.attend(apply_rope(q_BTHE, cos, sin), k_BTKE, v, *sinks)
+        v_BTKE = self.mixed_values(v, x_BTD, *extra)
+        out_BTHE = attention.attend(apply_rope(q_BTHE, cos, sin), k_BTKE, v_BTKE, *sinks)
         return self.o_proj(out_BTHE.flatten(-2))
 
     def sinks_of_heads(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -291,6 +293,10 @@ class SelfAttention(AttentionLayer):
         """Queries and keys as they enter the rotary embedding. Families that normalise them override this
         method."""
         return q_BTHE, k_BTKE
+
+    def mixed_values(self, v_BTKE: torch.Tensor, x_BTD: torch.Tensor) -> torch.Tensor:
+        """The values. Families that add to them override this method, with further arguments."""
+        return v_BTKE
 
 
 def dense_mlp(config: RotaryConfig, block: int) -> nn.Module:
@@ -346,6 +352,19 @@ class Model(nn.Module):
         self.norm: RMSNorm | None = block.norm_type(config.dim, config.norm_eps, config.logit_scale)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None, attention: Attention) -> torch.Tensor:
+        h_BTD = x if self.embed_tokens is None else self.embed_tokens(x)
+        if self.embed_tokens is not None and (scale := self.config.embedding_scale) != 1.0:
+            # A tensor, because Hugging Face's models round the factor to the dtype of the hidden states, too.
+            h_BTD = h_BTD * torch.full((), scale, dtype=h_BTD.dtype, device=h_BTD.device)
+        for block, cos, sin, of_kind in self.with_inputs(x, positions, attention):
+            h_BTD = block(h_BTD, cos, sin, of_kind)
+        return self.norm(h_BTD) if self.norm is not None else h_BTD
+
+    def with_inputs(
+        self, x: torch.Tensor, positions: torch.Tensor | None, attention: Attention
+    ) -> Iterator[tuple[nn.Module, torch.Tensor, torch.Tensor, Attention]]:
+        """The blocks in order, each with the rotary tables and the attention of its kind. `x`: the model's
+        input [B, T, ...]."""
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         num_layers = len(self.kinds)  # further blocks are those of multi-token prediction
@@ -360,13 +379,8 @@ class Model(nn.Module):
             rope: rope_tables(positions, dim, *rope) if rope else identity_tables(positions, dim)
             for rope in {kind.rope for kind in kinds}
         }
-        h_BTD = x if self.embed_tokens is None else self.embed_tokens(x)
-        if self.embed_tokens is not None and (scale := self.config.embedding_scale) != 1.0:
-            # A tensor, because Hugging Face's models round the factor to the dtype of the hidden states, too.
-            h_BTD = h_BTD * torch.full((), scale, dtype=h_BTD.dtype, device=h_BTD.device)
         for block, kind in zip(layers.values(), kinds):
-            h_BTD = block(h_BTD, *tables[kind.rope], attentions[kind.attention])
-        return self.norm(h_BTD) if self.norm is not None else h_BTD
+            yield block, *tables[kind.rope], attentions[kind.attention]
 
 
 class RotaryDecoder(Decoder):
@@ -380,6 +394,8 @@ class RotaryDecoder(Decoder):
 
     config: RotaryConfig
     mlp_down = "mlp.down_proj"
+    model_type: ClassVar[type[Model]] = Model
+    """The class of embedding, blocks and final norm."""
 
     def __init__(
         self,
@@ -391,7 +407,7 @@ class RotaryDecoder(Decoder):
     ):
         super().__init__()
         self.config, self.vocab_size = config, config.vocab_size
-        self.model = Model(config, attention, mlp, block)
+        self.model = self.model_type(config, attention, mlp, block)
         self.folded_scales = {
             "o_proj.weight": config.residual_scale,
             "o_proj.bias": config.residual_scale,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,17 @@ class Linear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class ElementwiseLayer(nn.Module):
+    """Base of layers with a few parameters that are applied to each token by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own: Callable[[Any], torch.Tensor] = lambda parameter: parameter
+        """A parameter as a plain tensor; parallel/ may replace it."""
+        self.own_tokens: Callable[[torch.Tensor], torch.Tensor] = lambda x_BT: x_BT
+        """Selects the values of this rank's tokens, [B, T], from those of all; parallel/ may replace it."""
 
 
 class Head(Linear):

@@ -10,12 +10,13 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from titanlite.attention.base import previous_of
 from titanlite.attention.context_parallel import SequenceSharding
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch
 from titanlite.losses import IGNORE, WHOLE_VOCABULARY, Loss, VocabularyShard, score_targets
 from titanlite.mesh import Mesh
-from titanlite.models.base import Decoder, HeadFn, Inputs, LossHead, is_adapter, logits
+from titanlite.models.base import Decoder, HeadFn, Inputs, LossHead, is_adapter
 from titanlite.models.lora import initial_bound
 from titanlite.parallel.cuda_graphs import CudaGraphs, MicroBatchLosses
 from titanlite.parallel.expert_loads import ExpertLoads
@@ -71,12 +72,12 @@ class ShardedModel:
         self.net, self.mesh, self.settings = net, mesh, settings
         self.pipeline, self.expert_loads, self._mlp_units = pipeline, expert_loads, mlp_units
         self.attention, self.clock = settings.attention, settings.clock
-        self._vocabulary = WHOLE_VOCABULARY
-        self._head_fn_for_logits: HeadFn = logits
+        self._vocabulary = replace(WHOLE_VOCABULARY, softcap=net.logit_softcap)
+        self._head_fn_for_logits: HeadFn = net.logits
         self._gather_for_loss: GatherForLoss | None = None
         if mesh.degrees.tp > 1:
-            self._vocabulary = vocabulary_shard(net.vocab_size, mesh.tp)
-            self._head_fn_for_logits = gather_logits(mesh.tp)
+            self._vocabulary = vocabulary_shard(net, mesh.tp)
+            self._head_fn_for_logits = gather_logits(mesh.tp, net.logit_softcap)
             self._gather_for_loss = partial(gather_for_loss, mesh=mesh.tp)
         self.loss = loss.build(settings.compile.loss_backend, self._vocabulary)
         self.auxiliary_losses: dict[str, torch.Tensor] = {}
@@ -237,6 +238,7 @@ class ShardedModel:
                 self.sharding, tokens, positions, batch.num_documents
             )
             local = self._local_positions(tokens)
+            attention.previous_BT = previous_of(tokens)[:, local]
             tokens, targets = tokens[:, local], targets[:, local]
             positions = local if positions is None else positions[:, local]
         elif positions is not None:
@@ -302,6 +304,7 @@ class ShardedModel:
             else:  # the positions of one document per sequence select attention masks, which fit all lengths
                 whole = positions.expand(len(tokens), -1)
                 attention = self.attention.for_context_parallel(self.sharding, tokens, whole, len(tokens))
+                attention.previous_BT = previous_of(tokens)[:, self._local_positions(tokens)]
                 positions = self.sharding.local_positions(padded, tokens.device)
                 tokens = tokens[:, positions]
             logits = self._forward(Inputs(tokens, positions, attention, self._head_fn_for_logits))

@@ -36,7 +36,7 @@ from titanlite.losses import VocabularyShard
 from titanlite.mesh import local_shard
 from titanlite.models.base import Decoder, HeadFn, logits
 from titanlite.models.gated_delta_net import GatedDeltaNet
-from titanlite.models.layers import Linear, RMSNorm
+from titanlite.models.layers import ElementwiseLayer, Linear, RMSNorm
 from titanlite.models.lora import LoRALinear, low_rank_product
 from titanlite.models.moe import Router
 from titanlite.parallel.float8 import Float8, rowwise_style, shared_cast
@@ -75,6 +75,7 @@ def apply_tensor_parallel(net: Decoder, mesh: DeviceMesh, float8: Float8) -> Non
         "head": lambda _: _ShardRows(),
         "local": lambda _: _LocalTokens(),
         "router": lambda _: _ReplicateRouter(),
+        "elementwise": lambda _: _ReplicateElementwise(),
     }
     names = [name for name, _ in net.named_modules()]
     frozen = [name for name, p in net.named_parameters() if not p.requires_grad]
@@ -100,10 +101,11 @@ def can_send_float8(mesh: DeviceMesh) -> bool:
     return mesh.device_type == "cuda"
 
 
-def vocabulary_shard(vocab_size: int, mesh: DeviceMesh) -> VocabularyShard:
-    """This rank's shard of the vocabulary."""
+def vocabulary_shard(net: Decoder, mesh: DeviceMesh) -> VocabularyShard:
+    """This rank's shard of the model's vocabulary."""
     return VocabularyShard(
-        first_id=mesh.get_local_rank() * (vocab_size // mesh.size()),
+        first_id=mesh.get_local_rank() * (net.vocab_size // mesh.size()),
+        softcap=net.logit_softcap,
         all_reduce_max=lambda x: all_reduce(x, "max", mesh),
         all_reduce_sum=lambda x: (
             _AllReduceSum.apply(x, mesh) if x.requires_grad else all_reduce(x, "sum", mesh)
@@ -135,12 +137,12 @@ def gather_for_loss(
     return hidden, weight_VD.to_local(grad_placements=[Shard(0)])
 
 
-def gather_logits(mesh: DeviceMesh) -> HeadFn:
+def gather_logits(mesh: DeviceMesh, softcap: float = 0.0) -> HeadFn:
     """The head_fn that returns the logits of the whole vocabulary, [B, T, V], on every rank."""
 
     def whole_logits(h_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
         assert isinstance(weight_VD, DTensor)
-        local = logits(_gather(h_BTD, mesh).to_local(), weight_VD.to_local())
+        local = logits(_gather(h_BTD, mesh).to_local(), weight_VD.to_local(), softcap)
         return DTensor.from_local(local, mesh, [Shard(2)], run_check=False).full_tensor()
 
     return whole_logits
@@ -267,6 +269,19 @@ class _LocalTokens(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(lambda _, args: tuple(local_shard(arg) for arg in args))
+        return module
+
+
+class _ReplicateElementwise(ParallelStyle):
+    """Replicates the parameters of an ElementwiseLayer. Each rank applies them to its own tokens, so that
+    their gradients are sums over ranks."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, ElementwiseLayer)
+        _distribute(module, device_mesh, Replicate())
+        degree, rank = device_mesh.size(), device_mesh.get_local_rank()
+        module.own = _local_with_summed_gradient
+        module.own_tokens = lambda x_BT: x_BT.chunk(degree, 1)[rank]
         return module
 
 

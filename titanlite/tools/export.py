@@ -5,25 +5,30 @@ tensor. An export that fails leaves nothing on the disk."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 
 from titanlite.checkpoint.digest import gib
 from titanlite.checkpoint.find import find_checkpoint
 from titanlite.commands import parser
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, suggest
+from titanlite.config.imports import import_own_components
 from titanlite.config.paths import check_new
 from titanlite.interop.dcp import check_hashes, open_titanlite
 from titanlite.interop.export import DTYPES, MAX_SHARD_BYTES, ExportFormat, write_adapter, write_directory
-from titanlite.interop.formats import has_adapters, open_base, open_checkpoint
+from titanlite.interop.formats import WRITERS, Writer, has_adapters, open_base, open_checkpoint
 from titanlite.interop.weights import ModelAndTokenizer
 from titanlite.job import load_recorded_job, open_recorded_tokenizer
 from titanlite.log import set_up_logging, tell
+
+HUGGING_FACE = "huggingface"
 
 
 def main(argv: Sequence[str]) -> int:
     """Write the directory and print its path."""
     options = parser("export").read(argv)
     set_up_logging(rank=0, verbose=False)
+    writer = _writer(options)
     check_new(options.target, "DIR")
     path = find_checkpoint(options.path)
     check_hashes(path)
@@ -45,7 +50,9 @@ def main(argv: Sequence[str]) -> int:
     tell(f"using {path}")
     max_bytes = options.max_shard_size or MAX_SHARD_BYTES
     form = ExportFormat(DTYPES.get(options.dtype), max_bytes, options.keep_padding)
-    if options.adapter:
+    if writer is not None:
+        size = writer(weights, options.target, job.model)
+    elif options.adapter:
         size = write_adapter(weights, options.target, job.model, form.dtype, options.base)
     else:
         size = write_directory(weights, options.target, ModelAndTokenizer(job.model, tokenizer), form)
@@ -53,3 +60,21 @@ def main(argv: Sequence[str]) -> int:
     model = f"{'adapters of ' if options.adapter else ''}{job.model.title}"
     print(f"{options.target}: {model} from {source}, {gib(size)}")
     return 0
+
+
+def _writer(options: Namespace) -> Writer | None:
+    """The writer of the format that the options choose; None: Hugging Face's. Raises ConfigError."""
+    if options.format == HUGGING_FACE:
+        return None
+    import_own_components()  # a satellite adds its formats in its module `components`
+    if options.format not in WRITERS:
+        raise ConfigError(
+            f"unknown format {options.format!r}{suggest(options.format, [HUGGING_FACE, *WRITERS])}",
+            "--format",
+        )
+    for option in ("adapter", "keep_padding", "max_shard_size"):
+        if getattr(options, option):
+            raise ConfigError(
+                f"--format={options.format} has no such choice", f"--{option.replace('_', '-')}"
+            )
+    return WRITERS[options.format]

@@ -72,6 +72,7 @@ def add_export(options: Options) -> None:
     add("path", type=Path, help="a run folder, its checkpoint folder, or one step-N folder")
     add("target", type=Path, help="the directory to make")
     _add_format(options, default_dtype="bfloat16")
+    add("--format", default="huggingface", help="huggingface, or nanochat for the model gpt (huggingface)")
     add("--keep-padding", action="store_true", help="keep rows of embedding and head without a token id")
     add("--ema", action="store_true", help="export the checkpoint's average of the weights ([ema])")
     add("--adapter", action="store_true", help="export adapters ([lora]) for PEFT, not merged into a model")
