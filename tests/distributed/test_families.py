@@ -277,6 +277,10 @@ FAMILIES = {
         *("--model.overrides.rope_type=yarn", "--model.overrides.rope_factor=4.0"),
         "--model.overrides.rope_original_max_position=16",
     ],
+    "gpt": [
+        *("--model.name=gpt", "--model.overrides.sliding_window=9", "--model.overrides.layer_pattern=SL"),
+        *("--data.packing=best_fit", "--data.mask_documents=true"),
+    ],
     "qwen3_5": [
         *("--model.name=qwen3_5", "--model.overrides.tie_word_embeddings=false", *DELTA),
         *("--data.packing=best_fit", "--data.mask_documents=true"),
@@ -328,6 +332,7 @@ def test_a_run_resumes_to_the_bit(tmp_path: Path, corpus: Path, family: str) -> 
             )
             for layout in ("fsdp", "tp", "cp", "pp")
         ),
+        *(full("gpt", layout) for layout in ("fsdp", "tp", "cp", "cp compiled")),
         full("mixed", "cp compiled"),
     ],
 )

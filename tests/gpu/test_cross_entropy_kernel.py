@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from titanlite.losses import IGNORE, loss_and_gradient_
+from titanlite.losses import IGNORE, WHOLE_VOCABULARY, loss_and_gradient_
 
 pytestmark = pytest.mark.gpu
 
@@ -20,19 +22,20 @@ def example(C: int, V: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Te
     return logits, targets.cuda()
 
 
-@pytest.mark.parametrize("z_loss_multiplier", [0.0, 1e-3])
+@pytest.mark.parametrize(("z_loss_multiplier", "softcap"), [(0.0, 0.0), (1e-3, 0.0), (0.0, 5.0), (1e-3, 5.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("C", "V"), [(64, 128_256), (61, 50_257), (5, 16_384), (7, 3), (33, 16_385)])
 def test_it_is_the_loss_and_gradient_of_fp64(
-    C: int, V: int, dtype: torch.dtype, z_loss_multiplier: float
+    C: int, V: int, dtype: torch.dtype, z_loss_multiplier: float, softcap: float
 ) -> None:
     from titanlite.cross_entropy_kernel import fused_loss_and_gradient_
 
     logits, targets = example(C, V, dtype)
     counts = targets != IGNORE
     exact = logits.double()
-    total = loss_and_gradient_(exact, targets, z_loss_multiplier=z_loss_multiplier)
-    actual = fused_loss_and_gradient_(logits, targets, z_loss_multiplier)
+    vocabulary = replace(WHOLE_VOCABULARY, softcap=softcap)
+    total = loss_and_gradient_(exact, targets, vocabulary, z_loss_multiplier)
+    actual = fused_loss_and_gradient_(logits, targets, z_loss_multiplier, softcap)
     torch.testing.assert_close(actual, total.float(), rtol=1e-5, atol=1e-5)
     resolution = torch.finfo(dtype).eps
     torch.testing.assert_close(

@@ -81,6 +81,10 @@ TINY = {  # name: overrides of the job in tests/support/jobs.py
         *("--model.overrides.layer_pattern=SL", "--model.overrides.rope_type=yarn"),
         *("--model.overrides.rope_factor=4.0", "--model.overrides.rope_original_max_position=32"),
     ],
+    "gpt": [
+        *("--training.local_batch_size=8", "--model.name=gpt", "--model.overrides.sliding_window=24"),
+        *("--model.overrides.n_kv_heads=2", "--model.overrides.layer_pattern=SL"),
+    ],
     "qwen3_5": [
         *("--training.local_batch_size=8", "--model.name=qwen3_5", "--model.overrides.n_layers=3", *DELTA)
     ],

@@ -92,7 +92,7 @@ def build(
     for name, p in model.net.named_parameters():
         if name.endswith("norm.weight"):  # norms start equal, which would hide mistakes
             fill_normal(p, name, model.net.init_normal(name)[0], 0.3, seed=0)
-        if name.endswith(".sinks"):  # small at the start
+        if name.endswith((".sinks", "smear.scale")):  # small at the start
             fill_normal(p, name, 0.0, 1.0, seed=0)
         if name.endswith((".bias", "_bias", ".lora_B.weight")):  # biases and adapters start as zeros
             fill_normal(p, name, 0.0, 0.3, seed=0)

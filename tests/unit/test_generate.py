@@ -24,6 +24,7 @@ from titanlite.generate import (
 )
 from titanlite.models.base import Decoder
 from titanlite.models.gemma3 import Gemma3
+from titanlite.models.gpt import Gpt
 from titanlite.models.llama3 import Llama3
 from titanlite.models.mistral import Mistral
 from titanlite.models.olmo3 import Olmo3
@@ -41,6 +42,7 @@ FAMILIES = {
     "mistral": Mistral(flavor="debug", overrides={**SHAPE, "vocab_size": 258, "sliding_window": 5}),
     "gemma3": Gemma3(flavor="debug", overrides={**SHAPE, "vocab_size": 258, "sliding_window": 5}),
     "olmo3": Olmo3(flavor="debug", overrides={**SHAPE, "vocab_size": 258, "sliding_window": 5}),
+    "gpt": Gpt(flavor="debug", overrides={**SHAPE, "vocab_size": 258, "sliding_window": 5}),
     "one of its own": ParallelResidual(flavor="tiny"),
 }
 PROMPT = [5, 9, 200, 7, 7, 31, 2]

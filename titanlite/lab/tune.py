@@ -3,7 +3,8 @@
 A search trains every combination of --section.key=LOW:HIGH:NUM (NUM values at equal ratios) and
 --section.key=a,b, by successive halving over whole schedules; the lowest validation loss wins. --ladder
 trains models of about --sizes parameters, by default CONFIG's divided by 2.5, 2.5^2, 2.5^3 and 2.5^4, for
-`titanlite plan --fit`. The same command continues a stopped search or ladder. --find-batch finds the largest
+`titanlite plan --fit`. The same command continues a stopped search or ladder. --depth prints the settings of
+a gpt of another depth. --find-batch finds the largest
 training.local_batch_size that fits the GPU, --measure the machine's speed for `titanlite plan --measured`.
 
 --coordinate-check trains CONFIG's model at several widths for a few steps on random tokens, with the width
@@ -30,7 +31,7 @@ from titanlite.config.component import ConfigError
 from titanlite.config.paths import check_output_file
 from titanlite.files import write_atomically
 from titanlite.job import Job, load_job
-from titanlite.lab import find_batch, ladder, measure, search
+from titanlite.lab import depth, find_batch, ladder, measure, search
 from titanlite.lab import width as rules
 from titanlite.lab.coordinate_check import (
     Size,
@@ -58,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = tune_arguments(argv)
     if options.find_batch:
         return find_batch.main(options, overrides)
+    if options.depth is not None:
+        return depth.main(options, overrides)
     if options.measure:
         return measure.main(options, overrides)
     if options.ladder:

@@ -16,14 +16,14 @@ from titanlite.options import Options, add_allow_imports, parse_price
 from titanlite.tools.verbs import shown_config
 
 # Options of `titanlite tune` for other work than a search.
-TUNE_ACTIONS = ("coordinate_check", "find_batch", "ladder", "measure")
+TUNE_ACTIONS = ("coordinate_check", "depth", "find_batch", "ladder", "measure")
 
 
 def add_tune(options: Options) -> None:
     add, number = options.add, {"type": int, "metavar": "N"}
     options.usage = """titanlite tune CONFIG --section.key=LOW:HIGH:NUM [...] [options]
        titanlite tune CONFIG --coordinate-check [options] [--section.key=value ...]
-       titanlite tune CONFIG (--ladder | --find-batch | --measure) [options]"""
+       titanlite tune CONFIG (--ladder | --find-batch | --measure | --depth=N) [options]"""
     add("config", help="a job's TOML file; its keys may be overridden")
     add("--gpus-per-trial", **number, default=1, help="GPUs of each run, or to measure (1)")
     add("--rungs", **number, help="at most so many rungs; 1: no halving (down to 3 runs)")
@@ -36,6 +36,7 @@ def add_tune(options: Options) -> None:
         "--ratios", type=parse_ratios, default=ratios, metavar="LIST", help=f"tokens per parameter ({ratios})"
     )
     add("--write-only", action="store_true", help="only write the TOML files of a ladder")
+    add("--depth", **number, help="print the settings of a gpt of another depth, derived from CONFIG's")
     add("--find-batch", action="store_true", help="find the largest micro-batch that fits")
     add("--measure", action="store_true", help="measure this machine's speed, for `titanlite plan`")
     add("--coordinate-check", action="store_true", help="compare what blocks learn at several widths")
@@ -46,7 +47,7 @@ def add_tune(options: Options) -> None:
     add("--standard", action="store_true", help="use CONFIG's settings at every width, without rules")
     add("--steps", **number, default=5, help="training steps at each width (5)")
     add("--seeds", **number, help="2, or 1: no second seed (2); of the check (3)")
-    add("--output", type=Path, help="folder of the runs; JSON file of a measurement or check")
+    add("--output", type=Path, help="folder of the runs; JSON file of a measurement or check; TOML file")
 
 
 def add_verify_resume(options: Options) -> None:
@@ -166,8 +167,9 @@ def tune_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ConfigError(f"command line, {actions[1]}: not together with {actions[0]}")
     if not actions and not take_axes(overrides)[0]:
         raise ConfigError(
-            "name what to do: --coordinate-check, --find-batch, --ladder, --measure, or several values of "
-            "a key to search: --optimizer.lr=1e-4:3e-3:5 or, without spaces, --optimizer.lr=1e-4,3e-4"
+            "name what to do: --coordinate-check, --depth, --find-batch, --ladder, --measure, or several "
+            "values of a key to search: --optimizer.lr=1e-4:3e-3:5 or, without spaces, "
+            "--optimizer.lr=1e-4,3e-4"
         )
     options.seeds = options.seeds if options.seeds is not None else 3 if options.coordinate_check else 2
     for key in ("base_width", "steps", "seeds", "gpus_per_trial", "rungs"):

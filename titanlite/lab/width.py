@@ -27,6 +27,7 @@ from titanlite.config.component import ConfigError
 from titanlite.models.base import Decoder, DecoderConfig, ModelFamily
 from titanlite.models.decoder import RotaryConfig
 from titanlite.models.deepseek_v3 import DeepSeekV3Config
+from titanlite.models.gpt import GptConfig
 from titanlite.models.moe import MULTIPLE, MoEConfig
 from titanlite.models.qwen3_5 import Qwen3_5Config
 from titanlite.optim.base import Optimizer, ParamGroup
@@ -45,6 +46,8 @@ def check_widths(config: DecoderConfig) -> None:
         )
     if isinstance(config, Qwen3_5Config):
         raise ConfigError("there are no rules for other widths of gated delta nets", "model.name")
+    if isinstance(config, GptConfig):
+        raise ConfigError("gpt has rules for other depths: titanlite tune CONFIG --depth=N", "model.name")
     if isinstance(config, RotaryConfig) and config.embedding_scale != 1.0:
         raise ConfigError(
             "there are no rules for other widths of a model whose embedding is multiplied by sqrt(dim)",

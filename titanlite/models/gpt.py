@@ -3,10 +3,10 @@ field that can be off. nanochat's checkpoints load (contrib/nanochat.py).
 
 The parts, beside rotary attention and pre-norm blocks: norms without weights, also of the embedding, of
 queries and of keys; squared ReLU in the MLP (So et al. 2021, arXiv 2109.08668); projections to the residual
-stream that start at zero; per block, a factor of the residual stream and one of the embedding, which is added again;
-embeddings that are added to the values of attention behind a gate (Zhou et al. 2024, arXiv 2410.17897);
-windows in most layers; a soft cap of the logits (Gemma 2). `smear` adds the embedding of the token before,
-`backout` subtracts what the residual stream was in the middle.
+stream that start at zero; per block, a factor of the residual stream and one of the embedding, which is added
+again; embeddings that are added to the values of attention behind a gate (Zhou et al. 2024, arXiv
+2410.17897); windows in most layers; a soft cap of the logits (Gemma 2). `smear` adds the embedding of the
+token before, `backout` subtracts what the residual stream was in the middle.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def test_every_rule_passes(keys: list[str]) -> None:
     [
         (
             CHECK[:2],
-            "name what to do: --coordinate-check, --find-batch, --ladder, --measure, or several values",
+            "name what to do: --coordinate-check, --depth, --find-batch, --ladder, --measure, or several ",
         ),
         ([*CHECK, "--widht=3"], "unknown option '--widht'; did you mean '--widths'?"),
         ([*CHECK, "--widths=128"], "'128' is not a list of two or more widths"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -125,14 +126,23 @@ def test_groups_without_tokens_are_absent() -> None:
     assert metrics(statistics()) == {}
 
 
-@pytest.mark.parametrize("rows", [2048, 7])
-def test_exact_losses_are_those_of_unrounded_logits(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rows", "softcap"), [(2048, 0.0), (7, 2.0)])
+def test_exact_losses_are_those_of_unrounded_logits(
+    rows: int, softcap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(token_statistics, "COMPARED_ROWS", rows)
     hidden, weight, targets = inputs(torch.bfloat16)
     logits = F.linear(hidden.double(), weight.double()).flatten(0, 1)
+    if softcap:
+        logits = softcap * (logits / softcap).tanh()
     wanted = F.cross_entropy(logits, targets.flatten(), reduction="none")
-    actual = exact_losses(hidden.flatten(0, 1), weight, targets.flatten(), WHOLE_VOCABULARY)
+    vocabulary = replace(WHOLE_VOCABULARY, softcap=softcap)
+    actual = exact_losses(hidden.flatten(0, 1), weight, targets.flatten(), vocabulary)
     assert torch.allclose(actual, wanted, rtol=1e-12)
+    result = statistics()
+    result.observe(hidden, weight, targets, torch.arange(T), None, vocabulary)
+    counts = targets.flatten() != -100
+    assert metrics(result)["logits/max"] == pytest.approx(logits[counts].abs().max().item(), rel=1e-2)
 
 
 def test_the_difference_to_fp32_is_that_of_the_loss_and_that_of_the_logits() -> None:

@@ -1,0 +1,147 @@
+"""Checkpoints in nanochat's format: a model that reads one computes what nanochat's own code does, and an
+export gives the same tensors back. The values were recorded by benchmarks/nanochat_values.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.jobs import make_job
+from tests.support.nanochat import CONFIG, FIELDS, random_tensors, tokens, write_checkpoint
+from titanlite.config.component import ConfigError
+from titanlite.contrib import nanochat
+from titanlite.contrib.nanochat import write_nanochat
+from titanlite.interop.formats import open_weights
+from titanlite.interop.weights import check, load_weights
+from titanlite.models.base import Decoder
+from titanlite.models.gpt import Gpt
+from titanlite.models.llama3 import Llama3
+from titanlite.tools import export
+from titanlite.train import train
+
+RECORDED = json.loads((Path(__file__).parents[2] / "golden/nanochat.json").read_text())
+FAMILY = Gpt(flavor="debug", overrides=FIELDS)
+
+
+def loaded(folder: Path, family: Gpt = FAMILY) -> Decoder:
+    weights, net = open_weights(folder, family), family.build()
+    check(weights, family)
+    load_weights(weights, net)
+    return net
+
+
+def assert_recorded(net: Decoder) -> None:
+    inputs, targets = tokens()[:, :-1], tokens()[:, 1:]
+    logits = net(inputs)
+    wanted = torch.tensor(RECORDED["logits"])
+    assert (logits[:, ::51, :8].flatten(0, 1) - wanted).abs().max() < 2e-5
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    assert loss.item() == pytest.approx(RECORDED["loss"], rel=1e-6)
+    loss.backward()
+    norms = dict[str, float]()
+    for ours, (theirs, _) in nanochat._names(net.config).items():
+        if ours in dict(net.named_parameters()):
+            gradient = net.get_parameter(ours).grad
+            assert gradient is not None
+            norms[theirs] = (norms.get(theirs, 0.0) ** 2 + gradient.norm().item() ** 2) ** 0.5
+    assert norms == pytest.approx(RECORDED["gradient_norms"], rel=1e-4)
+
+
+def test_an_imported_model_computes_what_nanochat_does(tmp_path: Path) -> None:
+    assert_recorded(loaded(write_checkpoint(tmp_path / "d5")))
+
+
+def test_control_rows_of_queries_that_stay_are_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nanochat, "EXCHANGED", ("nothing",))
+    with pytest.raises(AssertionError):
+        assert_recorded(loaded(write_checkpoint(tmp_path / "d5")))
+
+
+def test_a_run_starts_from_it_and_its_export_is_nanochats(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_checkpoint(tmp_path / "d5")
+    model = [f"--model.overrides.{key}={json.dumps(value)}" for key, value in FIELDS.items()]
+    keys = ["--model.name=gpt", *model, f"--checkpoint.initial_load_path={source}", "--training.steps=1"]
+    train(make_job(tmp_path, corpus, *keys, "--optimizer.lr=1e-30"))
+    target = tmp_path / "export"
+    assert export.main([str(tmp_path / "run"), str(target), "--format=nanochat"]) == 0
+    assert "gpt debug" in capsys.readouterr().out
+    assert json.loads((target / "meta_000000.json").read_text())["model_config"] == {
+        **CONFIG, "sequence_len": 512, "window_pattern": "SLSLL",
+    }  # fmt: skip
+    actual, wanted = torch.load(target / "model_000000.pt"), random_tensors()
+    assert actual.keys() == wanted.keys()
+    assert all(torch.allclose(actual[name], tensor, atol=1e-7) for name, tensor in wanted.items())
+
+
+def test_the_newest_step_counts_and_a_compiled_models_names_are_read(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "d5")
+    (folder / "model_000009.pt").write_bytes(b"never read")
+    torch.save({f"_orig_mod.{k}": v for k, v in random_tensors().items()}, folder / "model_000010.pt")
+    assert_recorded(loaded(folder))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"layer_pattern": "L", "sliding_window": 0}, "layer_pattern"),
+        ({"smear": False}, "smear"),
+        ({"logit_softcap": 0.0}, "logit_softcap"),
+        ({"value_embedding_interval": 1}, "value_embedding_interval"),
+    ],
+    ids=str,
+)
+def test_another_model_is_refused(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
+    folder, family = write_checkpoint(tmp_path / "d5"), Gpt(flavor="debug", overrides=FIELDS | overrides)
+    with pytest.raises(ConfigError, match=message):
+        check(open_weights(folder, family), family)
+
+
+def test_a_wrong_folder_is_one_line(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "d5")
+    with pytest.raises(ConfigError, match="read for the model gpt only; the job's is llama3"):
+        open_weights(folder, Llama3(flavor="debug"))
+    (folder / "meta_000010.json").write_text('{"model_config": {"n_layer": 5}}')
+    with pytest.raises(ConfigError, match="has no model_config with the numbers"):
+        open_weights(folder, FAMILY)
+    missing = {name: t for name, t in random_tensors().items() if name != "lm_head.weight"}
+    folder = write_checkpoint(tmp_path / "headless", missing)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight .*is missing"):
+        check(open_weights(folder, FAMILY), FAMILY)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"smear": False}, "have smear = True; this one has False"),
+        ({"sliding_window": 100}, "windows are multiples of 128"),
+        ({"vocab_size": 321}, "multiple of 64 ids"),
+    ],
+    ids=str,
+)
+def test_a_model_that_nanochat_cannot_express_is_not_exported(
+    tmp_path: Path, overrides: dict[str, Any], message: str
+) -> None:
+    family = Gpt(flavor="debug", overrides=FIELDS | overrides)
+    net = family.build()
+    weights = open_weights(write_checkpoint(tmp_path / "d5"), FAMILY)
+    tensors = {name: nanochat._lazy(p.detach(), tmp_path) for name, p in net.named_parameters()}
+    other = type(weights)(tmp_path, "test", tensors, {})
+    with pytest.raises(ConfigError, match=message):
+        write_nanochat(other, tmp_path / "export", family)
+    assert not (tmp_path / "export").exists()
+
+
+def test_an_unknown_format_of_an_export_and_a_wrong_choice_are_one_line(tmp_path: Path) -> None:
+    arguments = [str(tmp_path), str(tmp_path / "new")]
+    with pytest.raises(ConfigError, match="unknown format 'nanochat2'"):
+        export.main([*arguments, "--format=nanochat2"])
+    with pytest.raises(ConfigError, match="--format=nanochat has no such choice"):
+        export.main([*arguments, "--format=nanochat", "--keep-padding"])
