@@ -125,6 +125,10 @@ class Decoder(nn.Module):
         loss. Default: none."""
         return []
 
+    def compiled_modules(self) -> list[nn.Module]:
+        """Modules outside the blocks that torch.compile makes one graph of, each. Default: none."""
+        return []
+
     def embedding_and_head(self) -> list[list[nn.Module]]:
         """The modules before the blocks and the modules after the blocks. FSDP shards each inner list as one
         unit. Empty if embedding and head share a weight (tied embeddings)."""

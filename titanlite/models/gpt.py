@@ -206,18 +206,21 @@ class ResidualMix(ElementwiseLayer):
 
 
 class Smear(ElementwiseLayer):
-    """x + scale sigmoid(gate x) * (the x of the token before), x of the first SMEAR_DIMS features in the
-    gate. The first token of a document stays."""
+    """x + scale sigmoid(gate x) * (the x of the token before) for normalised embeddings x, of which the gate
+    reads the first SMEAR_DIMS features. The first token of a document stays."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
+        self.norm = norm
         self.gate = nn.Parameter(torch.empty(SMEAR_DIMS))
         self.scale = nn.Parameter(torch.empty(1))
 
     def forward(
         self, x_BTD: torch.Tensor, previous_BTD: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """`positions`: int64 [T] or [B, T] of all tokens, 0 for the first of each document."""
+        """The result from the embeddings of the tokens and of those before, not yet normalised. `positions`:
+        int64 [T] or [B, T] of all tokens, 0 for the first of each document."""
+        x_BTD, previous_BTD = self.norm(x_BTD), self.norm(previous_BTD)
         gate, scale = (self.own(p).to(x_BTD.dtype) for p in (self.gate, self.scale))
         share_BT = scale * (x_BTD[..., :SMEAR_DIMS] @ gate).sigmoid()
         is_first_BT = self.own_tokens(torch.atleast_2d(positions) == 0)
@@ -274,18 +277,19 @@ class Model(decoder.Model):
     ):
         super().__init__(config, attention, mlp, block)
         self.embedding_norm = Norm(config.dim, config.norm_eps)
-        self.smear = Smear() if config.smear else None
+        self.smear = Smear(self.embedding_norm) if config.smear else None
         self.backout = Backout() if config.backout else None
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None, attention: Attention) -> torch.Tensor:
         h_BTD = x
         if self.embed_tokens is not None:
-            h_BTD = self.embedding_norm(self.embed_tokens(x))
-            if self.smear is not None:
+            h_BTD = self.embed_tokens(x)
+            if self.smear is None:
+                h_BTD = self.embedding_norm(h_BTD)
+            else:
                 if positions is None:
                     positions = torch.arange(x.shape[1], device=x.device)
-                previous_BTD = self.embedding_norm(self.embed_tokens(attention.previous_tokens(x)))
-                h_BTD = self.smear(h_BTD, previous_BTD, positions)
+                h_BTD = self.smear(h_BTD, self.embed_tokens(attention.previous_tokens(x)), positions)
         embedded_BTD, middle = h_BTD, self.config.n_layers // 2
         for i, (block, *inputs) in enumerate(self.with_inputs(x, positions, attention)):
             h_BTD = block(h_BTD, *inputs, embedded_BTD, x)
@@ -328,6 +332,12 @@ class GptDecoder(RotaryDecoder):
         head_fn: HeadFn | None = None,
     ) -> torch.Tensor:
         return super().forward(tokens, positions, attention, head_fn or self.logits)
+
+    def compiled_modules(self) -> list[nn.Module]:
+        model = self.model
+        assert isinstance(model, Model)
+        first = model.smear if model.smear is not None else model.embedding_norm
+        return [module for module in (first, model.backout, model.norm) if module is not None]
 
     def parameter_role(self, name: str) -> Role:
         return "embedding" if name.endswith("value_embedding.weight") else super().parameter_role(name)

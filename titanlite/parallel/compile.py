@@ -88,16 +88,16 @@ class Compile:
 def apply_compile(
     net: Decoder, config: Compile, has_expert_axes: bool = False, options: dict[str, Any] | None = None
 ) -> None:
-    """Compile the blocks in place. Call it after activation checkpointing and before FSDP. `has_expert_axes`:
-    Mesh.has_expert_axes. `options`: of torch.compile."""
+    """Compile the blocks and the model's compiled_modules in place. Call it after activation checkpointing and
+    before FSDP. `has_expert_axes`: Mesh.has_expert_axes. `options`: of torch.compile."""
     if config.enable:
         allow_many_graphs()
-        for block in net.blocks().values():
-            if has_expert_axes and (layers := moe_layers_of(block)):
-                _compile_pieces(block, layers, config, options)
+        for module in (*net.compiled_modules(), *net.blocks().values()):
+            if has_expert_axes and (layers := moe_layers_of(module)):
+                _compile_pieces(module, layers, config, options)
             else:
                 chosen = deterministic_options(config.backend, options)
-                block.compile(fullgraph=True, dynamic=False, backend=config.backend, options=chosen)
+                module.compile(fullgraph=True, dynamic=False, backend=config.backend, options=chosen)
 
 
 def compile_forwards(net: Decoder, config: Compile, options: dict[str, Any] | None = None) -> None:
