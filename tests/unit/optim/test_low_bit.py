@@ -24,9 +24,10 @@ from tests.support.tiers import full
 from titanlite.checkpoint.state import non_finite
 from titanlite.config.component import ConfigError
 from titanlite.mesh import ALONE
+from titanlite.models.llama3 import Llama3
 from titanlite.optim import low_bit
 from titanlite.optim.adamw import AdamW, StateDtype
-from titanlite.optim.base import guarded_step, set_lr
+from titanlite.optim.base import ParamGroup, guarded_step, set_lr
 from titanlite.optim.low_bit import BLOCK, DTYPES, CompiledAdamW, _decode, _encode
 from titanlite.train import train
 
@@ -245,11 +246,12 @@ def test_why_bfloat16_needs_a_beta2_of_at_most_0_99() -> None:
     assert ratio_of_running_means(0.99, 1000, "bfloat16") == pytest.approx(1, abs=0.03)
     assert ratio_of_running_means(0.999, 3000, "bfloat16") > 1.5
     assert ratio_of_running_means(0.999, 3000, "int8") == pytest.approx(1, abs=0.03)
-    AdamW(state_dtype="bfloat16", beta2=0.99)
+    net = Llama3(flavor="debug").build_on_meta()
+    AdamW(state_dtype="bfloat16", beta2=0.99).check(net)
     with pytest.raises(ConfigError, match=r"bfloat16.* needs beta2 of at most 0.99, not 0.999") as e:
-        AdamW(state_dtype="bfloat16", beta2=0.999)
-    assert e.value.key == "beta2"
-    AdamW(state_dtype="int8", beta2=0.999)
+        AdamW(state_dtype="bfloat16", beta2=0.999).check(net)
+    assert e.value.key == "optimizer.beta2"
+    AdamW(state_dtype="int8", beta2=0.999).check(net)
 
 
 # ---- what reads the state
@@ -257,13 +259,15 @@ def test_why_bfloat16_needs_a_beta2_of_at_most_0_99() -> None:
 
 @pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
 def test_the_newest_update_follows_from_the_state(state_dtype: StateDtype) -> None:
-    params, config = parameters(), AdamW(lr=1e-2, state_dtype=state_dtype)
+    own = ParamGroup(pattern="weight", beta1=0.5, beta2=0.8)
+    params, config = parameters(), AdamW(lr=1e-2, state_dtype=state_dtype, param_groups=[own])
     optimizer = steps(config, params, 4)
     before = params["weight"].detach().clone()
     for p in params.values():
         p.grad = gradient(p.shape, 9)
     optimizer.step()
-    state, group = optimizer.state[params["weight"]] | {"step": 5}, optimizer.param_groups[0]
+    state = optimizer.state[params["weight"]] | {"step": 5}
+    (group,) = (group for group in optimizer.param_groups if group["betas"] == (0.5, 0.8))
     update = config.update_of(params["weight"].detach(), state, group)
     expected = before - params["weight"].detach()
     assert ((update - expected).norm() / expected.norm()).item() < 0.03
