@@ -7,12 +7,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.support.runs import assert_same, run_in_hops, state_of
 from titanlite.config.component import ConfigError
 from titanlite.job import load_job
 from titanlite.mesh import ALONE, Mesh
@@ -175,6 +177,17 @@ def test_steps_may_be_amounts_and_the_log_names_schedules() -> None:
     assert resolved.optimizer.schedules[0].values == [[0, 0.9], [64_000 // tokens, 0.8]]
     lines = resolved.optimizer.describe(resolved.build_on_meta())
     assert lines[-1] == f"beta1: 0.9 at step 0, 0.8 at step {64_000 // tokens}, linear between them"
+
+
+def test_the_loop_sets_the_values_of_each_step_also_after_a_resume(tmp_path: Path, corpus: Path) -> None:
+    rising = "--optimizer.schedules=[{key='beta1', values=[[1, 0.5], [4, 0.9]]}]"
+    whole = run_in_hops(tmp_path, corpus, [4], rising, name="whole")
+    assert_same(run_in_hops(tmp_path, corpus, [2, 4], rising), whole)
+    jump = "[{key='beta1', values=[[0, 0.9], [1, 0.5]], interpolation='constant'}]"
+    scheduled = run_in_hops(tmp_path, corpus, [4], f"--optimizer.schedules={jump}", name="scheduled")
+    constant = run_in_hops(tmp_path, corpus, [4], "--optimizer.beta1=0.5", name="constant")
+    assert_same(scheduled, constant)
+    assert state_of(constant, 4) != state_of(whole, 4)  # control
 
 
 @dataclass(frozen=True, kw_only=True)
