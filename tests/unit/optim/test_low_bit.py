@@ -77,22 +77,22 @@ def test_five_steps_are_near_those_of_fp32_state(state_dtype: StateDtype) -> Non
             assert 1e-4 < error < 2e-2, name
 
 
-def test_fp32_state_is_that_of_torchs_fused_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp32_state_is_that_of_torchs_fused_adamw() -> None:
     """On CUDA, CompiledAdamW also has fp32 state: with a kernel of its own for each large parameter. Here its
     CPU code. The third step is skipped."""
-    monkeypatch.setattr(low_bit, "LARGE", 1000)  # `weight` is large
 
     def trained(make: Callable[..., torch.optim.Optimizer], divisor: float) -> dict[str, torch.Tensor]:
         params = parameters()
-        optimizer = make([{"params": list(params.values()), "lr": 1e-2, "weight_decay": 0.3}])
+        keys = {"lr": 1e-2, "weight_decay": 0.3, "betas": (0.9, 0.95)}
+        optimizer = make([{"params": list(params.values()), **keys}])
         for step in range(1, 6):
             for p in params.values():
                 p.grad = torch.full_like(p, torch.nan) if step == 3 else gradient(p.shape, step)
             guarded_step(optimizer, torch.tensor(step != 3), torch.tensor(divisor))
         return values(params, optimizer)
 
-    ours = partial(CompiledAdamW, betas=(0.9, 0.95), eps=1e-8, state_dtype="float32")
-    wanted = trained(partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True), 3.0)
+    ours = partial(CompiledAdamW, eps=1e-8, state_dtype="float32", large=1000)  # `weight` is large
+    wanted = trained(partial(torch.optim.AdamW, fused=True), 3.0)
     torch.testing.assert_close(trained(ours, 3.0), wanted, rtol=1e-5, atol=1e-6)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(trained(ours, 1.0), wanted, rtol=1e-5, atol=1e-6)
@@ -396,7 +396,7 @@ def final_loss(state_dtype: str, seed: int, num_steps: int) -> torch.Tensor:
     torch.manual_seed(seed)
     mlp = [nn.Linear(256, 128), nn.SiLU(), nn.Linear(128, 256)]
     net = nn.Sequential(nn.Embedding(256, 64), Uneven(), nn.Flatten(), *mlp)
-    config = {"lr": 3e-3, "weight_decay": 0.1}
+    config = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
     optimizer = CompiledAdamW([{"params": list(net.parameters()), **config}], 1e-8, state_dtype)
     table = torch.randint(0, 256, (256,), generator=torch.Generator().manual_seed(7))
     data = torch.Generator().manual_seed(seed)
