@@ -286,8 +286,8 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
             pattern = "" if settings.entry is None else f", {self.param_groups[settings.entry].pattern}"
             size = sum(model.get_parameter(name).numel() for name in names)
             tensors = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
-            own = {} if settings.entry is None else self.param_groups[settings.entry].hyperparameters()
-            others = "".join(f", {key} {value:g}" for key, value in own.items())
+            given = {} if settings.entry is None else self.param_groups[settings.entry].hyperparameters()
+            others = "".join(f", {key} {value:g}" for key, value in given.items())
             lines.append(
                 f"{settings.rule or self.name}{pattern}: {tensors} of {size:,} parameters, peak learning "
                 f"rate {settings.peak_lr:g}, weight decay {settings.weight_decay:g}{others}"
@@ -306,8 +306,8 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
             decay = 0.0 if model.parameter_role(name) == "norm" else self.weight_decay
             if group.weight_decay is not None:
                 decay = group.weight_decay
-            own, values = group.hyperparameters(), self.hyperparameters(rule)
-            values = {key: own.get(key, value) for key, value in values.items()}
+            given, values = group.hyperparameters(), self.hyperparameters(rule)
+            values = {key: given.get(key, value) for key, value in values.items()}
             peak_lr = self.peak_lr(rule) * group.lr_multiplier
             settings = GroupSettings(i, rule, peak_lr, decay, tuple(values.items()))
             grouped.setdefault(settings, []).append(name)
