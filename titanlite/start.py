@@ -321,6 +321,7 @@ def load_state(
         model.materialize(rt.device, job.training.seed)
         optimizer = job.optimizer.build(model.net, rt.mesh)
         check_covers(optimizer, model.net)
+        job.optimizer.check_scheduled(optimizer, model.net)
         clipper = Clipper(job.training.clip, job.training.max_norm, model.net, optimizer)
         # With same bits all ranks have the same norm, and a mean of more copies could round otherwise.
         divisor = float(rt.world_size)

@@ -30,13 +30,13 @@ class LionOptimizer(torch.optim.Optimizer):
     Parameters may be DTensors: all operations are element-wise, and so is the state `exp_avg`.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]):
-        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+    def __init__(self, groups: list[dict[str, Any]]):
+        super().__init__(groups, {})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            lr, (beta1, beta2) = group["lr"], group["betas"]
+            lr, beta1, beta2 = group["lr"], group["beta1"], group["beta2"]
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -58,8 +58,11 @@ class Lion(Optimizer, name="lion"):
     beta2: float = 0.99
     """Decay rate of the momentum."""
 
+    def hyperparameters(self, rule: str) -> dict[str, float]:
+        return {"beta1": self.beta1, "beta2": self.beta2}
+
     def state_bytes(self, parameter: torch.Tensor, rule: str) -> float:
         return 4.0  # one moment in fp32
 
     def build(self, model: Decoder, mesh: Mesh) -> torch.optim.Optimizer:
-        return LionOptimizer(self.groups(model), lr=self.lr, betas=(self.beta1, self.beta2))
+        return LionOptimizer(self.groups(model))

@@ -13,12 +13,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.examples.lion import LionOptimizer
+from tests.examples.lion import Lion, LionOptimizer
 from tests.support.runs import FOUR_MICRO_BATCHES, PP, TP, UNTIED, train_on_rank
 from tests.support.tiers import full
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.reader import read_metadata
 from titanlite.checkpoint.state import TrainState
+from titanlite.mesh import ALONE
+from titanlite.models.llama3 import Llama3
+from titanlite.optim.base import ParamGroup
+from titanlite.optim.hyperparameters import HyperparameterSchedule
 
 ALLOWED = "--checkpoint.allow_changed=['optimizer']"
 LION = ["--job.imports=['tests.examples.lion']", "--optimizer.name=lion", "--optimizer.lr=1e-3"]
@@ -46,7 +50,8 @@ def test_its_steps_are_those_of_the_paper() -> None:
     lr, beta1, beta2, decay = 0.1, 0.8, 0.9, 0.5
     generator = torch.Generator().manual_seed(0)
     p = torch.nn.Parameter(torch.randn(5, generator=generator))
-    optimizer = LionOptimizer([{"params": [p], "weight_decay": decay}], lr=lr, betas=(beta1, beta2))
+    group = {"params": [p], "lr": lr, "weight_decay": decay, "beta1": beta1, "beta2": beta2}
+    optimizer = LionOptimizer([group])
     weight, momentum = p.detach().double(), torch.zeros(5, dtype=torch.float64)
     for _ in range(4):
         p.grad = torch.randn(5, generator=generator)
@@ -56,6 +61,21 @@ def test_its_steps_are_those_of_the_paper() -> None:
         momentum = beta2 * momentum + (1 - beta2) * gradient
         optimizer.step()
     torch.testing.assert_close(p.detach(), weight.float())
+
+
+def test_its_hyperparameters_follow_groups_and_schedules() -> None:
+    net = Llama3(flavor="debug", overrides={"n_layers": 1}).build()
+    schedules = [
+        HyperparameterSchedule(key="weight_decay", factors=[[0, 1.0], [4, 0.0]]),
+        HyperparameterSchedule(key="beta2", factors=[[0, 1.0], [4, 0.5]]),
+    ]
+    config = Lion(param_groups=[ParamGroup(pattern="*.up_proj.weight", beta2=0.8)], schedules=schedules)
+    optimizer = config.build(net, ALONE)
+    config.check(net)
+    config.check_scheduled(optimizer, net)
+    config.set_scheduled(optimizer, 2)
+    settings = [(group["weight_decay"], group["beta2"]) for group in optimizer.param_groups]
+    assert sorted(settings) == [(0.0, 0.75 * 0.99), (0.05, 0.75 * 0.8), (0.05, 0.75 * 0.99)]
 
 
 @pytest.fixture(scope="module")

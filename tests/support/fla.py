@@ -1,5 +1,5 @@
-"""Stands in for the functions of flash-linear-attention that titanlite calls, on any device: the same
-arguments, results and gradients, computed by the reference."""
+"""Stands in for the functions of flash-linear-attention that titanlite calls, on any device: with the same
+arguments, and outputs, states and gradients by the reference. Other results have only the right shapes."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def trained_shards(cut: Cut, device: str = "cpu", block_of_shard: bool = False) 
     params = [nn.Parameter(shard) for shard in cut(weight)]
     kinds = ["int8" if not block_of_shard or p.numel() % 1024 == 0 else "float32" for p in params]
     optimizers = [
-        CompiledAdamW([{"params": [p], "lr": 1e-2, "weight_decay": 0.1}], 1e-8, kind)
+        CompiledAdamW([{"params": [p], "lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95)}], 1e-8, kind)
         for p, kind in zip(params, kinds)
     ]
     for step in range(1, 6):

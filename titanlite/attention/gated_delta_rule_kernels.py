@@ -169,8 +169,8 @@ def _version(package: str) -> tuple[int, ...] | None:
 
 class _Kept(NamedTuple):
     """What the backward needs of the forward: normalised queries and keys [B, T, K, E], their inverse norms
-    fp32 [B, T, K], sums of the log decay within chunks fp32 [B, T, H], and the inverse of each chunk's
-    matrix [B, T, H, CHUNK_SIZE]."""
+    fp32 [B, T, K], sums of the log decay within chunks, in base 2, fp32 [B, T, H], and the inverse of each
+    chunk's matrix [B, T, H, CHUNK_SIZE]."""
 
     q: torch.Tensor
     q_rstd: torch.Tensor
@@ -294,8 +294,9 @@ def _backward(ctx: Any, gradients: list[torch.Tensor | None]) -> tuple[Any, ...]
     g_out, g_state = (None if g is None else g.contiguous() for g in gradients[:2])
     g_out = torch.zeros_like(kept[0]) if g_out is None else g_out
     g_state = g_state if ctx.keep_state else None
-    found = _fla_backward(kept, initial_state, cu_seqlens, chunk_indices, g_out, g_state)
-    return found[:5], None if initial_state is None else found[5], None, None, None
+    leaf_gradients = _fla_backward(kept, initial_state, cu_seqlens, chunk_indices, g_out, g_state)
+    g_initial = None if initial_state is None else leaf_gradients[5]
+    return leaf_gradients[:5], g_initial, None, None, None
 
 
 _fla.register_autograd(_backward, setup_context=_save)

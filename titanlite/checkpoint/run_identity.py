@@ -29,8 +29,8 @@ STREAMED = "streamed"  # in the section data: of a run on a stream
 CLIP = "training.clip"
 LORA = "lora"  # the table of adapters
 OPTIMIZER = "optimizer"  # in allow_changed: the optimizer's state may differ; no key of the run identity
-SETTINGS = ("lr", "weight_decay", "param_groups", "schedules")
-WITHOUT_STATE = tuple(f"optimizer.{key}" for key in SETTINGS)  # keys of the optimizer that add no state
+# Keys of the optimizer that add no state.
+WITHOUT_STATE = tuple(f"optimizer.{key}" for key in ("lr", "weight_decay", "param_groups", "schedules"))
 ABSENT = object()
 
 

@@ -62,16 +62,23 @@ MODULE_OF = {
     "raw": ATTENTION, "q": ATTENTION, "k": ATTENTION, "v": ATTENTION, "out": ATTENTION, "lse": ATTENTION,
     "gate_q": ATTENTION, "gated": ATTENTION, "mixed": ATTENTION, "z": ATTENTION, "rule": ATTENTION,
     "gate": MLP, "silu": MLP, "up": MLP, "product": MLP,
-    "routed": MLP, "routing": MLP, "received": MLP, "shared": MLP,
+    "routed": MLP, "routing": MLP, "received": MLP,
+    "shared": MLP, "shared_gate": MLP, "shared_out": MLP,
 }  # fmt: skip
-# Kept by the mode "op": the results of attention and of products number 1, 3 and 5: q, v and gate. Of
-# experts: the router's results, and the first of their two products, gate and up.
-# The seventh product is needed only by a norm after the MLP.
-OP = {"x", "q", "v", "out", "lse", "gate", "added"}
-OP_OF_EXPERTS = {"x", "q", "v", "out", "lse", "gate", "up", "routing"}
-# Of the eight products of a block with a gated delta net: z, beta, the last layer's, whose sum with x is x2,
-# and up. And the rule's results.
-OP_OF_LINEAR = {"x", "x2", "z", "q", "k", "rule", "out", "up", "gate", "routing"}
+# Kept by the mode "op": the results of attention or of the rule, and of every second product. Attention's
+# first and third product are q, with its gate, and v; those of a gated delta net z and beta, and the fifth is
+# the last layer's, whose sum with x is x2.
+OP = {"x", "q", "gate_q", "v", "out", "lse"}
+OP_OF_LINEAR = {"x", "x2", "z", "q", "k", "rule", "out"}
+# Then, of an MLP behind attention: gate, and the last product, which only a norm after it needs; behind a
+# gated delta net: up. Of experts: the router's results, and the first of their two products. Of a shared
+# expert, whose own gate is the product before: up, or gate and the last product. By whether the block has a
+# gated delta net:
+OP_OF_MLP = {False: {"gate", "added"}, True: {"up"}}
+OP_OF_EXPERTS = {
+    False: {"gate", "up", "routing", "shared_gate"},
+    True: {"gate", "up", "routing", "shared_gate", "shared_out"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +88,8 @@ class BlockShape:
     there are norms before attention and MLP. `tp`, `cp`, `ep`: degrees. `gathers_tokens`: whether expert
     parallel gathers all tokens. `num_experts`, `num_chosen`: the experts of the block and of a token; 0 and 1
     for an MLP. `shared`: hidden features of a shared expert. `gates_attention`: whether the output of
-    attention is multiplied by a gate. `is_linear`: the block has a gated delta net,
-    whose keys have `q` features and whose values `kv` features in `heads` heads."""
+    attention is multiplied by a gate. `is_linear`: the block has a gated delta net, whose keys have `q`
+    features and whose values `kv` features in `heads` heads."""
 
     d: int
     q: int
@@ -145,7 +152,7 @@ class BlockShape:
             num_norms=sum("norm" in name and "attn" not in name for name in names),
             norms_inputs="post_feedforward_layernorm.weight" not in names
             or "input_layernorm.weight" in names,
-            gates_attention=delta_net is None and len(names["self_attn.q_proj.weight"]) > q,
+            gates_attention=delta_net is None and len(names.get("self_attn.q_proj.weight", ())) > q,
             is_linear=delta_net is not None,
             **experts,
             **how,
@@ -176,7 +183,8 @@ class BlockShape:
             if self.ep > 1:
                 kept["received"] = self.num_rows * self.d * size / tp
             if self.shared:
-                kept["shared"] = ((3 if self.compiled else 4) * self.shared + self.d) * size / tp
+                kept["shared_gate"], kept["shared_out"] = self.shared * size / tp, self.d * size / tp
+                kept["shared"] = (2 if self.compiled else 3) * self.shared * size / tp
         if not self.compiled:
             del kept["x2"]  # sums keep nothing
             kept["x"] = 0.0
@@ -189,9 +197,8 @@ class BlockShape:
         elif self.is_float8:
             # Casts to 8 bits are repeated in the backward, and with them what is cheap to compute.
             kept |= {"product": 0.0, "n1": 0.0, "n2": 0.0}
-            if (
-                tp > 1
-            ):  # llama3_8b_6layers_h200x2_tensor_float8.txt: what collectives and casts return is kept
+            # llama3_8b_6layers_h200x2_tensor_float8.txt: what collectives and casts return is kept
+            if tp > 1:
                 kept |= {"n1": self.d, "n2": self.d, "product": self.h * size / tp, "out8": self.q / tp}
         if not self.norms_inputs:
             inputs = {"x": kept.pop("n1"), "x2": kept.pop("n2")}
@@ -230,13 +237,11 @@ class BlockShape:
             "out": self.kv * size,
             "gated": self.kv * size,
         }
-        if (
-            self.cp > 1
-        ):  # the states before the chunks come from another pass of the rule, whose values are wider
+        # The states before the chunks come from another pass of the rule, whose values are wider.
+        if self.cp > 1:
             kept["rule"] += rule + 2 * (self.q + self.kv) * size
-        if (
-            not self.compiled
-        ):  # fp32: the taps and the sum of the convolution; norm, gate and silu of the output
+        # In fp32: the taps and the sum of the convolution; norm, gate and silu of the output.
+        if not self.compiled:
             kept |= {"mixed": 5 * 4 * channels, "z": 2 * 4 * self.kv, "out": 2 * 4 * self.kv}
         return {name: num_bytes / tp for name, num_bytes in kept.items()}
 
@@ -309,7 +314,8 @@ def _kept(shape: BlockShape, config: ActivationCheckpoint) -> Kept:
 def _selective(shape: BlockShape, tensors: Mapping[str, float], option: str, gathered: float) -> Kept:
     total = sum(tensors.values())
     if option == "op":
-        names = OP_OF_LINEAR if shape.is_linear else OP_OF_EXPERTS if shape.num_experts else OP
+        names = OP_OF_LINEAR if shape.is_linear else OP
+        names = names | (OP_OF_EXPERTS if shape.num_experts else OP_OF_MLP)[shape.is_linear]
         kept = sum(size for name, size in tensors.items() if name in names) + shape.d * shape.size / shape.tp
         kept -= tensors["x"]
         others = gathered - tensors["v"] if gathered else 0.0

@@ -107,6 +107,7 @@ def measured_sizes(trial: SmallRun, step_done: Callable[[], None]) -> dict[str, 
         if not apply.item():
             raise Diverged(f"width {job.model.config.dim}: the loss of step {step} is not finite")
         set_lr(stepper, LAST_LR * step / len(trial.batches))
+        job.optimizer.set_scheduled(stepper, step)
         guarded_step(stepper, apply, clipper.clip(norms, apply, step))
         stepper.zero_grad()
         sharded.after_step(apply)

@@ -185,7 +185,8 @@ def _communication(run: PlannedRun, rank: RankMemory, cluster: Cluster, compute_
     sent = hidden * (degrees.tp - 1) / degrees.tp
     tensor = 8 * passes * blocks * num * sent / _rate(cluster, 1, degrees.tp)
     keys = 2 * config.n_kv_heads * config.head_dim * size * run.tokens / degrees.tp
-    context = 2 * blocks * num * keys * (degrees.cp - 1) / _rate(cluster, degrees.tp, degrees.cp)
+    with_keys = sum(not run.shapes[i].is_linear for i in rank.parameters.blocks)  # states are small
+    context = 2 * with_keys * num * keys * (degrees.cp - 1) / _rate(cluster, degrees.tp, degrees.cp)
     # Received per token in one direction: its copies from other ranks, or the tokens of the other ranks.
     rows = ep - 1 if run.shape.gathers_tokens else run.shape.num_chosen * (ep - 1) / ep
     expert = 4 * passes * blocks * num * rows * hidden / degrees.tp / _rate(cluster, 1, ep)

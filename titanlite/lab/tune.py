@@ -29,6 +29,7 @@ import torch
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.paths import check_output_file
+from titanlite.config.resolve import amounts
 from titanlite.files import write_atomically
 from titanlite.job import Job, load_job
 from titanlite.lab import depth, find_batch, ladder, measure, search
@@ -79,6 +80,9 @@ def main(argv: Sequence[str]) -> int:
 
 def coordinate_check(job: Job, options: Namespace) -> int:
     """Measure all widths, and print the table and the settings of the target width. Returns the exit code."""
+    job = job.resolved(job.parallelism.fewest_ranks)  # the amounts of optimizer.schedules
+    for key in amounts(job.optimizer):
+        raise ConfigError("the check opens no data, so it cannot count epochs", f"optimizer.{key}")
     runs = {width: at_width(job, width, options) for width in options.widths}
     num_ids = next(iter(runs.values())).model.config.vocab_size
     settings = [] if options.standard else _settings(job, options)

@@ -42,18 +42,15 @@ class AdamWKeys(Optimizer):
             if not 0 <= getattr(self, key) < 1:
                 raise ConfigError(f"{getattr(self, key)} is not in [0, 1)", key)
         check_at_least(self, 0, "eps")
-        scheduled = next((schedule for schedule in self.schedules if schedule.key == "beta2"), None)
-        of_groups = [self.beta2, *(g.beta2 for g in self.param_groups if g.beta2 is not None)]
-        beta2 = max(of_groups if scheduled is None else scheduled.extremes(max(of_groups)))
-        if self.state_dtype == "bfloat16" and beta2 > BFLOAT16_BETA2:
-            raise ConfigError(
-                f'state_dtype = "bfloat16" needs beta2 of at most {BFLOAT16_BETA2}, not {beta2:g}: '
-                "rounding would lose most changes of the second moment; use int8 or float32",
-                "beta2",
-            )
 
     def hyperparameters(self, rule: str) -> dict[str, float]:
         return {"beta1": self.beta1, "beta2": self.beta2}
+
+    def set_scheduled(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        super().set_scheduled(optimizer, step)
+        for group in optimizer.param_groups:
+            if "betas" in group:  # where torch's AdamW reads them
+                group["betas"] = group["beta1"], group["beta2"]
 
     def state_bytes(self, parameter: torch.Tensor, rule: str) -> float:
         if self.state_dtype == "int8" and has_blocks(parameter):
@@ -64,6 +61,27 @@ class AdamWKeys(Optimizer):
         super().check(model, tensor_parallel)
         if self.state_dtype == "int8":
             self._check_blocks(model, tensor_parallel)
+        if self.state_dtype == "bfloat16":
+            self._check_beta2(model)
+
+    def _check_beta2(self, model: Decoder) -> None:
+        """Raises ConfigError for a beta2 under AdamW's rule that is too large for bfloat16 state."""
+        scheduled = [(i, schedule) for i, schedule in enumerate(self.schedules) if schedule.key == "beta2"]
+        for group in self.grouped(model):
+            if group.rule not in ("", "adamw"):
+                continue
+            beta2, key = group.scheduled["beta2"], "beta2"
+            if group.entry is not None and self.param_groups[group.entry].beta2 is not None:
+                key = f"param_groups.{group.entry}.beta2"
+            for i, schedule in scheduled:
+                beta2 = max(schedule.extremes(beta2))
+                key = f"schedules.{i}.{'values' if schedule.values else 'factors'}"
+            if beta2 > BFLOAT16_BETA2:
+                raise ConfigError(
+                    f'state_dtype = "bfloat16" needs beta2 of at most {BFLOAT16_BETA2}, not {beta2:g}: '
+                    "rounding would lose most changes of the second moment; use int8 or float32",
+                    f"optimizer.{key}",
+                )
 
     def _check_blocks(self, model: Decoder, tensor_parallel: int) -> None:
         """Raises ConfigError if tensor parallel would cut a block of 8-bit state."""
@@ -98,9 +116,10 @@ class AdamWKeys(Optimizer):
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Estimates from the moments m and v after bias correction. If the gradient's expectation G and
         variance V are constant, E[m^2] = G^2 + k V and E[v] = G^2 + V, where k is the sum of the squares of
-        m's weights: (1 - beta1) / (1 + beta1) after many steps. After one step m^2 = v tells nothing."""
+        m's weights: (1 - beta1) / (1 + beta1) after many steps. After one step m^2 = v tells nothing. None
+        with schedules of beta1 or beta2, which make both the weights and the bias correction other ones."""
         step, (beta1, beta2) = state["step"], group["betas"]
-        if step < 2 or beta1 == 0:
+        if step < 2 or beta1 == 0 or "own_beta1" in group or "own_beta2" in group:
             return None
         decayed = beta1**step
         k = (1 - beta1) / (1 + beta1) * (1 + decayed) / (1 - decayed)
@@ -126,10 +145,9 @@ def build_adamw(
     groups: list[dict[str, Any]], eps: float, state_dtype: StateDtype, same_bits: bool = False
 ) -> torch.optim.Optimizer:
     """The AdamW optimizer of parameter groups, each with `params`, `lr`, `weight_decay`, `beta1` and `beta2`.
-    With `MANY`
-    values on a GPU, torch's fused implementation is slower: it also writes the divided gradients. With few,
-    it is faster: it asks less of the host (adamw_update_h200.json). `same_bits`: the implementation does
-    not depend on the size of the shards. torch's fused one on a CPU does: it rounds the last values of a
+    With `MANY` values on a GPU, torch's fused implementation is slower: it also writes the divided gradients.
+    With few, it is faster: it asks less of the host (adamw_update_h200.json). `same_bits`: the implementation
+    does not depend on the size of the shards. torch's fused one on a CPU does: it rounds the last values of a
     shard otherwise."""
     groups = [{**group, "betas": (group["beta1"], group["beta2"])} for group in groups]
     if same_bits:

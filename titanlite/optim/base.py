@@ -70,6 +70,11 @@ class GroupSettings(NamedTuple):
     weight_decay: float
     hyperparameters: tuple[tuple[str, float], ...]
 
+    @property
+    def scheduled(self) -> dict[str, float]:
+        """The values that schedules may change: the hyperparameters of the rule, and weight decay."""
+        return {WEIGHT_DECAY: self.weight_decay, **dict(self.hyperparameters)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(Component, makes=(torch.optim.Optimizer,)):
@@ -119,10 +124,18 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
                 if not self.rules:
                     raise ConfigError(f"{self.name} has a single update rule; remove this key", key)
                 raise ConfigError(f"unknown rule {group.rule!r}{suggest(group.rule, self.rules)}", key)
-
         for i, schedule in enumerate(self.schedules):
             if schedule.key in [earlier.key for earlier in self.schedules[:i]]:
                 raise ConfigError(f"{schedule.key} has an earlier schedule", f"schedules.{i}.key")
+            setting = [
+                j for j, group in enumerate(self.param_groups) if schedule.key in group.hyperparameters()
+            ]
+            if schedule.values and setting:
+                raise ConfigError(
+                    f"param_groups.{setting[0]} sets {schedule.key}, which values would replace: give "
+                    "factors, or remove the group's key",
+                    f"schedules.{i}.values",
+                )
 
     @abstractmethod
     def build(self, model: Decoder, mesh: Mesh) -> torch.optim.Optimizer:
@@ -173,7 +186,8 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
 
     def hyperparameters(self, rule: str) -> dict[str, float]:
         """The hyperparameters of an update rule that groups of parameters and schedules may change, beside
-        learning rate and weight decay: their names and values. A parameter group of the optimizer that
+        learning rate and weight decay: their names and values. All are decay rates in [0, 1); schedules take
+        any name, param_groups only `beta1`, `beta2` and `momentum`. A parameter group of the optimizer that
         `build` returns has its values under these names, and the rule reads them in each step. Default: none.
         """
         return {}
@@ -185,8 +199,19 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
             for group in optimizer.param_groups:
                 if (key := schedule.key) in group:
                     group[key] = schedule.value(group.setdefault(f"own_{key}", group[key]), step)
-                    if "betas" in group:  # where torch's AdamW reads them
-                        group["betas"] = group["beta1"], group["beta2"]
+
+    def check_scheduled(self, optimizer: torch.optim.Optimizer, model: Decoder) -> None:
+        """Raises ConfigError for a schedule of a hyperparameter that no parameter group of the optimizer has:
+        it would have no effect. `optimizer`: built for `model`, which may be a pipeline stage."""
+        kept = {key for group in optimizer.param_groups for key in group}
+        named = {key for settings in self.grouped(model) for key in settings.scheduled}
+        for i, schedule in enumerate(self.schedules):
+            if schedule.key in named - kept:
+                raise ConfigError(
+                    f"the parameter groups of {type(optimizer).__name__} have no {schedule.key!r}: give it "
+                    "the groups that self.groups(model) returns",
+                    f"optimizer.schedules.{i}.key",
+                )
 
     def width_exponent(self, rule: str) -> float | None:
         """The power p for which a peak learning rate proportional to width ** -p makes an update of a matrix
@@ -215,9 +240,10 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
 
     def check(self, model: Decoder, tensor_parallel: int = 1) -> None:
         """Raises ConfigError for a pattern that selects no parameter of the whole model, for hyperparameters
-        that no update rule has, and if the optimizer cannot work on shards of `tensor_parallel` ranks. With
-        pipeline parallel a rank has only some of the parameters, so `model` must not be split into stages
-        yet."""
+        of a group that its update rule does not have, for schedules of hyperparameters that no rule has or
+        with values that are out of range, and if the optimizer cannot work on shards of `tensor_parallel`
+        ranks. With pipeline parallel a rank has only some of the parameters, so `model` must not be split
+        into stages yet."""
         self._check_hyperparameters(list(self.grouped(model)))
         used = {settings.entry for settings in self.grouped(model)}
         names = [name for name, _ in model.named_parameters()]
@@ -236,19 +262,19 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
     def _check_hyperparameters(self, groups: list[GroupSettings]) -> None:
         """Raises ConfigError for hyperparameters of param_groups and schedules that the rules of the
         parameters do not have, and for scheduled values that are out of range."""
-        for group in (group for group in groups if group.entry is not None):
-            own = self.param_groups[group.entry or 0].hyperparameters()
-            if foreign := own.keys() - dict(group.hyperparameters).keys():
+        for group in groups:
+            given = {} if group.entry is None else self.param_groups[group.entry].hyperparameters()
+            if foreign := given.keys() - dict(group.hyperparameters).keys():
                 key = f"optimizer.param_groups.{group.entry}.{min(foreign)}"
                 raise ConfigError(f"the update rule {group.rule or self.name} has no {min(foreign)}", key)
-        known = {WEIGHT_DECAY, *(name for group in groups for name, _ in group.hyperparameters)}
+        known = {key for group in groups for key in group.scheduled}
         for i, schedule in enumerate(self.schedules):
             if schedule.key not in known:
                 hint = suggest(schedule.key, known)
                 raise ConfigError(f"no parameter has {schedule.key!r}{hint}", f"optimizer.schedules.{i}.key")
             for group in groups:
-                own = {WEIGHT_DECAY: group.weight_decay, **dict(group.hyperparameters)}
-                for value in schedule.extremes(own[schedule.key]) if schedule.key in own else ():
+                own = group.scheduled.get(schedule.key)
+                for value in [] if own is None else schedule.extremes(own):
                     if not is_valid(schedule.key, value):
                         key = f"optimizer.schedules.{i}.factors"
                         raise ConfigError(f"{schedule.key} would be {value:g}, which is not in [0, 1)", key)
@@ -260,8 +286,8 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
             pattern = "" if settings.entry is None else f", {self.param_groups[settings.entry].pattern}"
             size = sum(model.get_parameter(name).numel() for name in names)
             tensors = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
-            own = {} if settings.entry is None else self.param_groups[settings.entry].hyperparameters()
-            others = "".join(f", {key} {value:g}" for key, value in own.items())
+            given = {} if settings.entry is None else self.param_groups[settings.entry].hyperparameters()
+            others = "".join(f", {key} {value:g}" for key, value in given.items())
             lines.append(
                 f"{settings.rule or self.name}{pattern}: {tensors} of {size:,} parameters, peak learning "
                 f"rate {settings.peak_lr:g}, weight decay {settings.weight_decay:g}{others}"
@@ -280,8 +306,8 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
             decay = 0.0 if model.parameter_role(name) == "norm" else self.weight_decay
             if group.weight_decay is not None:
                 decay = group.weight_decay
-            own, values = group.hyperparameters(), self.hyperparameters(rule)
-            values = {key: own.get(key, value) for key, value in values.items()}
+            given, values = group.hyperparameters(), self.hyperparameters(rule)
+            values = {key: given.get(key, value) for key, value in values.items()}
             peak_lr = self.peak_lr(rule) * group.lr_multiplier
             settings = GroupSettings(i, rule, peak_lr, decay, tuple(values.items()))
             grouped.setdefault(settings, []).append(name)

@@ -19,7 +19,8 @@ def is_valid(key: str, value: float) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class HyperparameterSchedule:
-    """A hyperparameter of the optimizer that follows the step, by `factors` or by `values`."""
+    """A hyperparameter of the optimizer that follows the step, by `factors` or by `values`. AdamW's bias
+    correction, 1 - beta^step with the beta of the step, is exact only for a beta that is constant."""
 
     key: str
     """The hyperparameter: `weight_decay`, `beta1`, `beta2`, or with muon `momentum`."""
@@ -27,8 +28,8 @@ class HyperparameterSchedule:
     """Points [step, factor] in the order of steps, by which the value of each parameter group is multiplied:
     `[[0, 1.0], [10000, 0.0]]`. A step may be an amount: `["2B tokens", 0.0]`."""
     values: Points = field(default_factory=list)
-    """Points [step, value] in the order of steps, in place of the values of all parameter groups:
-    `[[0, 0.85], [400, 0.97]]`. Not for weight_decay, which norms do not have."""
+    """Points [step, value] in the order of steps, in place of the value of the optimizer, which param_groups
+    must not set, too: `[[0, 0.85], [400, 0.97]]`. Not for weight_decay, which norms do not have."""
     interpolation: Interpolation = "linear"
     """Between two points: a straight line, half a period of a cosine, or the earlier point's number. Before
     the first and after the last point: constant."""
@@ -48,10 +49,10 @@ class HyperparameterSchedule:
         return own * number_at(self.factors, step, self.interpolation)
 
     def extremes(self, own: float) -> list[float]:
-        """Values between which all others are."""
+        """The values at the points; all other values lie between them."""
         return [point[1] for point in self.values] or [own * point[1] for point in self.factors]
 
     def describe(self) -> str:
         """The schedule in a few words, for the log."""
-        kind = "" if self.values else "factors "
+        kind = "" if self.values else "factor "
         return f"{self.key}: {kind}{describe_points(self.values or self.factors, self.interpolation)}"

@@ -63,16 +63,9 @@ class CompiledAdamW(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True
 
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        eps: float,
-        state_dtype: str,
-        betas: tuple[float, float] = (0.9, 0.95),
-        large: int = LARGE,
-    ):
-        """`betas`: of groups that have none."""
-        super().__init__(groups, {"betas": betas, "eps": eps, "weight_decay": 0.0})
+    def __init__(self, groups: list[dict[str, Any]], eps: float, state_dtype: str, large: int = LARGE):
+        """`groups`: with `params`, `lr` and `betas`."""
+        super().__init__(groups, {"eps": eps, "weight_decay": 0.0})
         self._least = large if state_dtype == "float32" else 0
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -97,7 +97,6 @@ class MuonOptimizer(torch.optim.Optimizer):
         if process_group is not None and matrices:
             self._connect(process_group)
         device = plain_shard(matrices[0].parameter).device if matrices else torch.device("cpu")
-        self._scalars = _Scalars(device)
         self._update_momentum = _compiled(_momentum_update(settings.nesterov), device)
         self._update_weight = _compiled(_weight_update(settings.cautious_weight_decay), device)
 
@@ -134,14 +133,14 @@ class MuonOptimizer(torch.optim.Optimizer):
         found_inf, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         one = torch.ones((), device=device)
         apply = one.bool() if found_inf is None else found_inf == 0
-        self._scalars = _Scalars(device)
-        for i, update in self._updates(apply, one if divisor is None else divisor):
+        scalars = _Scalars(device)
+        for i, update in self._updates(apply, one if divisor is None else divisor, scalars):
             matrix = self._matrices[i]
             weight = plain_shard(matrix.parameter)
             if weight.numel():
                 lr = matrix.group["lr"]
-                rate = self._scalars.of(lr * lr_scale(self._settings.adjust_lr_fn, *matrix.shape[1:]))
-                decay = self._scalars.of(lr * matrix.group["weight_decay"])
+                rate = scalars.of(lr * lr_scale(self._settings.adjust_lr_fn, *matrix.shape[1:]))
+                decay = scalars.of(lr * matrix.group["weight_decay"])
                 self._update_weight(_flat(weight), _flat(update.contiguous()), apply, rate, decay)
 
     def _step_adamw(self, adamw: torch.optim.Optimizer) -> None:
@@ -154,35 +153,37 @@ class MuonOptimizer(torch.optim.Optimizer):
             for key in keys:
                 delattr(adamw, key)
 
-    def _updates(self, apply: torch.Tensor, divisor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    def _updates(
+        self, apply: torch.Tensor, divisor: torch.Tensor, scalars: _Scalars
+    ) -> Iterator[tuple[int, torch.Tensor]]:
         """This rank's shard of the update of each matrix, by index."""
         if self._exchange is None:
             for batch in self.batches:
-                updates = {i: self._update(i, apply, divisor) for i in batch}
+                updates = {i: self._update(i, apply, divisor, scalars) for i in batch}
                 yield from self._orthogonalized(batch, updates, self._rows(batch), apply).items()
             return
         buckets = self._exchange.buckets
-        next_transfers = self._send(buckets[0], apply, divisor)
+        next_transfers = self._send(buckets[0], apply, divisor, scalars)
         returning: tuple[list[int], _Transfers] | None = None
         for i, bucket in enumerate(buckets):
             transfers = next_transfers
             if i + 1 < len(buckets):  # on its way while this bucket is worked on
-                next_transfers = self._send(buckets[i + 1], apply, divisor)
+                next_transfers = self._send(buckets[i + 1], apply, divisor, scalars)
             last, returning = returning, (bucket, self._orthogonalize_owned(bucket, transfers, apply))
             if last is not None:
                 yield from self._received(*last)
         assert returning is not None
         yield from self._received(*returning)
 
-    def _update(self, i: int, apply: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    def _update(self, i: int, apply: torch.Tensor, divisor: torch.Tensor, scalars: _Scalars) -> torch.Tensor:
         """This rank's shard of the update of matrix i before orthogonalisation; updates its momentum."""
-        p, kept = self._matrices[i].parameter, self._matrices[i].group["momentum"]
-        momentum = plain_shard(self.state[p][MOMENTUM])
-        gradient = torch.zeros_like(momentum) if p.grad is None else plain_shard(p.grad)
-        update = torch.empty_like(momentum, dtype=self._settings.dtype)
-        if momentum.numel():
-            rates = self._scalars.of(kept), self._scalars.of(1 - kept)
-            self._update_momentum(*map(_flat, (gradient, momentum, update)), apply, divisor, *rates)
+        p, momentum = self._matrices[i].parameter, self._matrices[i].group["momentum"]
+        buffer = plain_shard(self.state[p][MOMENTUM])
+        gradient = torch.zeros_like(buffer) if p.grad is None else plain_shard(p.grad)
+        update = torch.empty_like(buffer, dtype=self._settings.dtype)
+        if buffer.numel():
+            rates = scalars.of(momentum), scalars.of(1 - momentum)
+            self._update_momentum(*map(_flat, (gradient, buffer, update)), apply, divisor, *rates)
         return update
 
     def _rows(self, bucket: Sequence[int]) -> dict[int, torch.Tensor]:
@@ -191,10 +192,13 @@ class MuonOptimizer(torch.optim.Optimizer):
             return {}
         return {i: plain_shard(self.state[self._matrices[i].parameter][SECOND_MOMENTUM]) for i in bucket}
 
-    def _send(self, bucket: list[int], apply: torch.Tensor, divisor: torch.Tensor) -> _Transfers:
+    def _send(
+        self, bucket: list[int], apply: torch.Tensor, divisor: torch.Tensor, scalars: _Scalars
+    ) -> _Transfers:
         """Begin to send the shards of a bucket's updates to the owners of the matrices."""
         assert self._exchange is not None
-        transfer = self._exchange.send(bucket, {i: self._update(i, apply, divisor) for i in bucket})
+        updates = {i: self._update(i, apply, divisor, scalars) for i in bucket}
+        transfer = self._exchange.send(bucket, updates)
         rows = self._row_exchange
         return _Transfers(transfer, None if rows is None else rows.send(bucket, self._rows(bucket)))
 
@@ -317,13 +321,12 @@ def _momentum_update(nesterov: bool) -> Callable[..., None]:
         apply: torch.Tensor,
         divisor: torch.Tensor,
         momentum: torch.Tensor,
-        weight: torch.Tensor,
+        gradient_weight: torch.Tensor,
     ) -> None:
-        """Write the update into `update`, and, if `apply`, the new momentum into `buffer`. `weight`: of the
-        gradient, 1 - momentum. Without torch.lerp, whose bits may depend on the place of a value in the
-        tensor on CPU."""
+        """Write the update into `update`, and, if `apply`, the new mean into `buffer`. `gradient_weight`: 1 -
+        momentum. Without torch.lerp, whose bits may depend on the place of a value in the tensor on CPU."""
         gradient = gradient / divisor
-        mean = buffer + (gradient - buffer) * weight
+        mean = buffer + (gradient - buffer) * gradient_weight
         update.copy_(gradient + (mean - gradient) * momentum if nesterov else mean)
         buffer.copy_(torch.where(apply, mean, buffer))
 

@@ -27,7 +27,7 @@ def check_points(points: Points, key: str, noun: str, is_valid: Callable[[float]
             raise ConfigError(f"{number} of {point} is not a {noun}", key)
         if isinstance(step, Amount):  # checked once it is resolved
             continue
-        if not (step >= 0 and step.is_integer()):
+        if not (step >= 0 and float(step).is_integer()):
             raise ConfigError(f"{step:g} of {point} is not a step", key)
         if step <= before:
             raise ConfigError(f"step {step:g} does not come after step {before:g}", key)
@@ -54,7 +54,10 @@ def number_at(points: Points, step: int, interpolation: Interpolation) -> float:
 
 def describe_points(points: Points, interpolation: Interpolation) -> str:
     """The points in a few words, for the log."""
-    shown = [f"{number:g} at step {step:,.0f}" for step, number in points]
+    if len(points) == 1:
+        return f"constant {points[0][1]:g}"
+    steps = [f"after {step}" if isinstance(step, Amount) else f"at step {step:,.0f}" for step, _ in points]
+    shown = [f"{number:g} {step}" for (_, number), step in zip(points, steps)]
     if len(shown) > MAX_DESCRIBED:
         shown[2:-2] = [f"{len(shown) - 4} more points"]
-    return f"{interpolation} between {', '.join(shown)}"
+    return f"{', '.join(shown)}, {interpolation} between them"

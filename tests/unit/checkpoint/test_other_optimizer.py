@@ -27,7 +27,8 @@ ALLOWED: dict[str, Any] = {"allow_changed": ["optimizer"]}
 
 def lion(toy: Toy) -> Toy:
     """The toy with another optimizer, whose state is `exp_avg` alone."""
-    toy.optimizer = LionOptimizer([{"params": list(toy.net.parameters())}], lr=0.1, betas=(0.9, 0.99))
+    rates = {"lr": 0.1, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.99}
+    toy.optimizer = LionOptimizer([{"params": list(toy.net.parameters()), **rates}])
     return toy
 
 

@@ -5,18 +5,25 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
 
 from benchmarks import plan_errors
 from tests.support.fla import stand_in_for_fla
 from tests.support.tiers import full, sampled
+from titanlite.attention.context_parallel import SequenceSharding
 from titanlite.attention.gated_delta_rule_kernels import fla_rule
-from titanlite.attention.linear import LinearAttention
+from titanlite.attention.linear import KEPT_OPS, LinearAttention, ShardedLinearAttention
 from titanlite.attention.sdpa import CAUSAL
 from titanlite.config.component import ConfigError
 from titanlite.job import Job, load_job
@@ -41,7 +48,7 @@ from titanlite.models.qwen3_moe import Qwen3MoE
 from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import make_state
 from titanlite.optim.muon import Muon
-from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
+from titanlite.parallel.activation_checkpoint import ActivationCheckpoint, _policy
 from titanlite.parallel.apply import parallelize
 from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallelism import Parallelism
@@ -50,6 +57,7 @@ H100 = next(card for card in CARDS if card.name == "H100")
 LAYOUTS = [{}, {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}]
 MORE_LAYOUTS = [*LAYOUTS, {"context_parallel_degree": 2, "tensor_parallel_degree": 2}]
 # dims that ranks do not divide evenly, and untied embeddings, as pipeline parallel needs
+LINEAR = {"delta_n_k_heads": 3, "delta_n_v_heads": 6, "delta_v_head_dim": 32, "head_dim": 24}
 MODEL = Qwen3(flavor="debug", overrides={"tie_word_embeddings": False, "dim": 65, "hidden_dim": 126})
 EXPERTS = Qwen3MoE(flavor="debug", overrides={"tie_word_embeddings": False})
 TWO_EXPERTS = Qwen3MoE(flavor="debug", overrides={"n_experts": 2, "tie_word_embeddings": False})
@@ -104,21 +112,49 @@ def test_planned_shards_are_those_of_the_real_transforms(
             assert largest == sizes, keys
 
 
-def kept_bytes(model: ModelFamily, tokens: int, compiled: bool = False, number: int = 0) -> float:
-    """Bytes per token of the tensors that autograd keeps in the forward of a block in bf16, beside weights
-    and rotary tables. `number`: of the block."""
+def block_of(
+    model: ModelFamily, tokens: int, number: int, linear: LinearAttention | None = None
+) -> tuple[nn.Module, list[Any]]:
+    """A block in bf16, and the arguments of its forward."""
     with torch.device("cpu"):
         net = model.build().to(torch.bfloat16)
-    config, block = model.config, list(net.blocks().values())[number]
     for p in net.parameters():
         torch.nn.init.ones_(p)
-    if compiled:  # split into forward and backward as inductor does
-        block.compile(fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
+    config = model.config
     x = torch.ones(1, tokens, config.dim, dtype=torch.bfloat16, requires_grad=True)
     rotary_dim = int(config.head_dim * getattr(config, "rotary_share", 1.0))
+    is_linear = config.attention_kinds[number].is_linear
+    attention = (linear or LinearAttention(fla_rule)) if is_linear else CAUSAL
     tables = torch.ones(tokens, rotary_dim), torch.ones(tokens, rotary_dim)
-    attention = LinearAttention(fla_rule) if config.attention_kinds[number].is_linear else CAUSAL
-    others = {t.untyped_storage().data_ptr() for t in (*net.parameters(), *tables)}
+    return list(net.blocks().values())[number], [x, *tables, attention]
+
+
+class OneRank(SequenceSharding):
+    """Context parallel whose only rank has whole sequences, in two chunks."""
+
+    def __init__(self) -> None:
+        self.size, self.rank, self.own_chunks = 1, 0, (0, 1)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def chunks_with_previous(self, x: torch.Tensor, num: int) -> torch.Tensor:
+        return torch.nn.functional.pad(self.chunks(x), (0, 0, num, 0))
+
+
+def kept_bytes(
+    model: ModelFamily,
+    tokens: int,
+    compiled: bool = False,
+    number: int = 0,
+    linear: LinearAttention | None = None,
+) -> float:
+    """Bytes per token of the tensors that autograd keeps in the forward of a block in bf16, beside weights
+    and rotary tables. `number`: of the block. `linear`: for a gated delta net."""
+    block, arguments = block_of(model, tokens, number, linear)
+    if compiled:  # split into forward and backward as inductor does
+        block.compile(fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
+    others = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *arguments[1:3])}
     kept: dict[int, int] = {}
 
     def keep(t: torch.Tensor) -> torch.Tensor:
@@ -130,7 +166,7 @@ def kept_bytes(model: ModelFamily, tokens: int, compiled: bool = False, number: 
 
     keep_alive: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        block(x, *tables, attention)
+        block(*arguments)
     return sum(kept.values()) / tokens
 
 
@@ -187,12 +223,88 @@ def test_kept_tensors_of_linear_attention_are_those_of_autograd(
 ) -> None:
     """The operator keeps what its kernels need."""
     stand_in_for_fla(monkeypatch)
-    sizes = {"delta_n_k_heads": 3, "delta_n_v_heads": 6, "delta_v_head_dim": 32, "head_dim": 24}
-    model = family(flavor="debug", overrides=sizes)  # each tensor has a size of its own
+    model = family(flavor="debug", overrides=LINEAR)
     shape = BlockShape.of_blocks(model.build_on_meta(), size=2, compiled=compiled, is_float8=False)[number]
     normed = 2 * shape.d + (shape.kv if shape.is_linear else shape.q + shape.kv)
     planned, measured = sum(shape.tensors().values()), kept_bytes(model, 256, compiled, number)
     assert planned + (0 if compiled else 4 * normed) == pytest.approx(measured, rel=0.02)
+
+
+def test_kept_tensors_of_linear_attention_with_context_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_fla(monkeypatch)
+    model, tokens = Qwen3_5(flavor="debug", overrides=LINEAR), 4096  # so many that states hardly count
+    how: dict[str, Any] = {"size": 2, "compiled": False, "is_float8": False}
+    one, two = (BlockShape.of_blocks(model.build_on_meta(), cp=cp, **how)[0] for cp in (1, 2))
+    linear = ShardedLinearAttention(fla_rule, OneRank(), None, None)
+    more = kept_bytes(model, tokens, linear=linear) - kept_bytes(model, tokens)
+    planned = sum(two.tensors().values()) - sum(one.tensors().values())
+    assert planned == pytest.approx(more, rel=0.02)
+    assert planned - 2 * one.q < 0.98 * more  # one tensor less is found
+
+
+class KeptByPolicy(TorchDispatchMode):
+    """Counts the bytes of the results that the mode "op" of activation checkpointing keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_products: Counter[tuple[bool, bool]] = Counter()
+        self.num_bytes = 0
+        self.last_product = 0
+        """Kept bytes of the newest matrix product."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, num = op(*args, **(kwargs or {})), self.num_products.total()
+        policy = _policy(KEPT_OPS, self.num_products, SimpleNamespace(is_recompute=False), op)
+        is_kept = policy == CheckpointPolicy.MUST_SAVE
+        size = sum(t.nbytes for t in tree_leaves(out) if isinstance(t, torch.Tensor)) if is_kept else 0
+        self.num_bytes += size
+        if self.num_products.total() > num:
+            self.last_product = size
+        return out
+
+
+@pytest.mark.parametrize(
+    ("family", "number"),
+    [
+        (Llama3, 0),
+        (Gemma3, 0),
+        (Qwen3MoE, 0),
+        *((family, number) for family in (Qwen3_5, Qwen3_5MoE) for number in (0, 3)),
+    ],
+)
+def test_the_mode_op_keeps_what_its_policy_says(
+    monkeypatch: pytest.MonkeyPatch, family: type[ModelFamily], number: int
+) -> None:
+    stand_in_for_fla(monkeypatch)
+    model = family(flavor="debug", overrides=LINEAR if "qwen3_5" in family.name else {})
+    shapes = BlockShape.of_blocks(model.build_on_meta(), size=2, compiled=True, is_float8=False)
+    config, shape = ActivationCheckpoint(mode="selective", selective_ac_option="op"), shapes[number]
+    planned = kept_by_block(shapes, config)[number].kept
+    block, arguments = block_of(model, 256, number)
+    with KeptByPolicy() as mode:
+        block(*arguments)
+    # The backward of a sum does not need the last product of an MLP.
+    unneeded = 0 if shape.num_experts or shape.num_norms > 2 else mode.last_product
+    kept = (mode.num_bytes - unneeded) / 256 + 2 * shape.d
+    # The plan counts small tensors that are computed again: scores of experts, decays and beta.
+    small = shape.tensors().get("routing", 0.0) + (8 * shape.heads if shape.is_linear else 0)
+    assert 0 <= planned - kept <= small
+    assert planned - 2 * shape.d < kept  # one tensor less is found
+
+
+@pytest.mark.parametrize("number", [0, 3], ids=["gated delta net", "gated attention"])
+@pytest.mark.parametrize("family", [Llama3, Qwen3_5, Qwen3_5MoE])
+def test_copies_of_weights_are_those_of_the_real_matrices(family: type[ModelFamily], number: int) -> None:
+    model = family(flavor="debug", overrides=LINEAR if "qwen3_5" in family.name else {})
+    net = model.build_on_meta()
+    shape = BlockShape.of_blocks(net, size=2, compiled=True, is_float8=False)[number]
+    parameters = list(net.blocks().values())[number].named_parameters()
+    # Not the router, decays and the convolution, which are small.
+    matrices = {name: p.numel() for name, p in parameters if p.ndim > 1 and min(p.shape[-2:]) > 8}
+    attention = sum(size for name, size in matrices.items() if "attn" in name)
+    config = ActivationCheckpoint(mode="selective", selective_ac_option="attention")
+    (kept,) = kept_by_block([shape], config)
+    assert 1 - kept.casts == pytest.approx(attention / sum(matrices.values()))
 
 
 @pytest.mark.parametrize(
@@ -401,6 +513,22 @@ def test_the_time_of_attention_follows_the_windows_of_the_layers() -> None:
     mixed = attention_s(*window, "--model.overrides.layer_pattern=SSSL")
     assert windows / full == pytest.approx((512 - 512**2 / 4096) / 1024)
     assert mixed == pytest.approx(0.75 * windows + 0.25 * full)
+
+
+def test_gated_delta_nets_send_no_keys_and_values() -> None:
+    def context_s(pattern: str) -> float:
+        keys = ["--model.name=qwen3_5", "--model.flavor=debug", f"--model.overrides.layer_pattern={pattern}"]
+        run = debug_run(*keys, "--parallelism.context_parallel_degree=2", gpus=2)
+        time = assess(run, Cluster(H100, 2)).time
+        assert time is not None
+        return time.parts["context parallel"]
+
+    assert context_s("DDDL") == pytest.approx(context_s("L") / 4)
+
+
+def test_attention_of_a_foreign_model_without_q_proj_has_no_gate() -> None:
+    how: dict[str, Any] = {"size": 2, "compiled": True, "is_float8": False}
+    assert not BlockShape._of_block(nn.Module(), Llama3(flavor="debug").config, how).gates_attention
 
 
 def test_models_whose_blocks_are_not_estimated_are_refused() -> None:

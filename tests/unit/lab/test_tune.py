@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.tiers import full
 from titanlite import cli
@@ -15,7 +16,15 @@ from titanlite.config.component import ConfigError
 from titanlite.config.shipped import shipped_configs
 from titanlite.job import load_job
 from titanlite.lab import width as rules
-from titanlite.lab.coordinate_check import Size, Slopes, largest_slope, slopes
+from titanlite.lab.coordinate_check import (
+    Size,
+    Slopes,
+    SmallRun,
+    largest_slope,
+    measured_sizes,
+    random_batches,
+    slopes,
+)
 from titanlite.lab.tune import at_width, slopes_table, verdict
 from titanlite.lab.verbs import tune_arguments
 from titanlite.lab.width import param_groups_at
@@ -47,6 +56,20 @@ def test_the_rules_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert record["passed"]
     assert abs(record["slopes"]["block 0"]["change"]) < 0.1
     assert record["rms"].keys() == {"128", "256", "512"}
+
+
+def test_the_check_follows_schedules() -> None:
+    def change(*words: str) -> float:
+        keys = ["--model.overrides.n_layers=1", "--model.overrides.vocab_size=256", *words]
+        job = load_job("debug", keys, world_size=1)
+        trial = SmallRun(job, random_batches(3, (1, 32), 256, 0), 0, torch.device("cpu"))
+        return measured_sizes(trial, lambda: None)["block 0"].change
+
+    def scheduled(beta1: float) -> float:
+        return change(f"--optimizer.schedules=[{{key='beta1', values=[[0, {beta1}]]}}]")
+
+    assert scheduled(0.5) == change("--optimizer.beta1=0.5")
+    assert scheduled(0.5) != scheduled(0.9)  # control
 
 
 @pytest.mark.full
@@ -199,6 +222,10 @@ def test_every_rule_passes(keys: list[str]) -> None:
         ([*CHECK, "--optimizer.lrr=1"], "unknown key 'lrr'; did you mean 'lr'?"),
         ([*CHECK, "--optimizer.param_groups=[{pattern='*'}]"], "divide the group"),
         (["tune", "nowhere", "--coordinate-check"], "nowhere"),
+        (
+            [*CHECK, "--optimizer.schedules=[{key='beta1', values=[['1 epoch', 0.8]]}]"],
+            "optimizer.schedules.0.values.0.0: the check opens no data, so it cannot count epochs",
+        ),
     ],
     ids=str,
 )

@@ -200,3 +200,16 @@ def test_one_step_or_no_momentum_tells_nothing_of_the_noise():
     for config, step in ((AdamW(), 1), (AdamW(beta1=0.0), 5)):
         state = {"step": step, "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
         assert config.signal_and_noise(state, {"betas": (config.beta1, config.beta2)}) is None
+
+
+def test_the_noise_scale_has_the_betas_of_the_group():
+    state = {"step": 3, "exp_avg": torch.full((3,), 0.2), "exp_avg_sq": torch.ones(3)}
+    ours, same, other = (
+        config.signal_and_noise(state, {"betas": betas})
+        for config, betas in (
+            (AdamW(), (0.5, 0.8)),
+            (AdamW(beta1=0.5, beta2=0.8), (0.5, 0.8)),
+            (AdamW(), (0.9, 0.95)),
+        )
+    )
+    assert ours == same != other

@@ -1,19 +1,24 @@
 """Hyperparameters of groups of parameters, and their schedules: the updates equal an own calculation in fp64,
-and what has no effect is refused."""
+and what has no effect is refused. The calculation has the bias correction of torch's AdamW: 1 - beta^step,
+with the beta of the step, and not 1 - the product of the betas of all steps."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.support.runs import assert_same, run_in_hops, state_of
 from titanlite.config.component import ConfigError
 from titanlite.job import load_job
-from titanlite.mesh import ALONE
+from titanlite.mesh import ALONE, Mesh
+from titanlite.models.base import Decoder
 from titanlite.models.llama3 import Llama3
 from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import Optimizer, ParamGroup, make_state, set_lr
@@ -131,7 +136,19 @@ def test_values_without_schedules_are_those_of_the_configuration() -> None:
             ["schedules=[{key='beta1', values=[[0, 0.9]]}, {key='beta1', values=[[0, 0.9]]}]"],
             "schedules.1.key",
         ),
-        (["schedules=[{key='beta2', values=[[0, 0.999]]}]", "state_dtype=bfloat16"], "beta2 of at most 0.99"),
+        (
+            ["schedules=[{key='beta2', values=[[0, 0.999]]}]", "state_dtype=bfloat16"],
+            'optimizer.schedules.0.values: state_dtype = "bfloat16" needs beta2 of at most 0.99, not 0.999',
+        ),
+        (
+            ["param_groups=[{pattern='*', beta2=0.999}]", "state_dtype=bfloat16"],
+            "optimizer.param_groups.0.beta2",
+        ),
+        (["beta2=0.999", "state_dtype=bfloat16"], "optimizer.beta2: state_dtype"),
+        (
+            ["param_groups=[{pattern='*', beta1=0.8}]", "schedules=[{key='beta1', values=[[0, 0.9]]}]"],
+            "schedules.0.values: param_groups.0 sets beta1",
+        ),
         (["schedules=[{key='beta2', factors=[[0, 1.0], [0, 0.9]]}]"], "step 0 does not come after step 0"),
     ],
 )
@@ -146,10 +163,74 @@ def test_what_has_no_effect_or_is_out_of_range_is_refused(words: list[str], mess
 
 
 def test_steps_may_be_amounts_and_the_log_names_schedules() -> None:
-    words = ["--training.steps=40", "--optimizer.schedules=[{key='beta1', values=[['64K tokens', 0.8]]}]"]
+    words = [
+        "--training.steps=40",
+        "--optimizer.schedules=[{key='beta1', values=[[0, 0.9], ['64K tokens', 0.8]]}]",
+    ]
     job = load_job("debug", words, world_size=1)
+    assert (
+        job.optimizer.schedules[0].describe()
+        == "beta1: 0.9 at step 0, 0.8 after 64K tokens, linear between them"
+    )
     tokens = job.training.seq_len * job.training.global_batch_size
     resolved = job.resolved(1)
-    assert resolved.optimizer.schedules[0].values == [[64_000 // tokens, 0.8]]
+    assert resolved.optimizer.schedules[0].values == [[0, 0.9], [64_000 // tokens, 0.8]]
     lines = resolved.optimizer.describe(resolved.build_on_meta())
-    assert lines[-1] == f"beta1: linear between 0.8 at step {64_000 // tokens}"
+    assert lines[-1] == f"beta1: 0.9 at step 0, 0.8 at step {64_000 // tokens}, linear between them"
+
+
+def test_the_loop_sets_the_values_of_each_step_also_after_a_resume(tmp_path: Path, corpus: Path) -> None:
+    rising = "--optimizer.schedules=[{key='beta1', values=[[1, 0.5], [4, 0.9]]}]"
+    whole = run_in_hops(tmp_path, corpus, [4], rising, name="whole")
+    assert_same(run_in_hops(tmp_path, corpus, [2, 4], rising), whole)
+    jump = "[{key='beta1', values=[[0, 0.9], [1, 0.5]], interpolation='constant'}]"
+    scheduled = run_in_hops(tmp_path, corpus, [4], f"--optimizer.schedules={jump}", name="scheduled")
+    constant = run_in_hops(tmp_path, corpus, [4], "--optimizer.beta1=0.5", name="constant")
+    assert_same(scheduled, constant)
+    assert state_of(constant, 4) != state_of(whole, 4)  # control
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithoutGroups(Optimizer):
+    """An optimizer whose parameter groups have weight decay and `betas`, but no beta1."""
+
+    def hyperparameters(self, rule: str) -> dict[str, float]:
+        return {"beta1": 0.9}
+
+    def build(self, model: Decoder, mesh: Mesh) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+
+
+def test_a_schedule_of_what_a_foreign_optimizer_does_not_keep_is_refused() -> None:
+    net = Llama3(flavor="debug", overrides={"n_layers": 1}).build()
+    decays = WithoutGroups(schedules=SCHEDULES[1:])
+    optimizer = decays.build(net, ALONE)
+    decays.check(net)
+    decays.check_scheduled(optimizer, net)
+    decays.set_scheduled(optimizer, STEPS)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]
+    config = WithoutGroups(schedules=[HyperparameterSchedule(key="beta1", factors=[[0, 0.5]])])
+    config.check(net)
+    with pytest.raises(ConfigError, match="parameter groups of AdamW have no 'beta1'") as e:
+        config.check_scheduled(optimizer, net)
+    assert e.value.key == "optimizer.schedules.0.key"
+
+
+def test_rows_of_muon_and_bfloat16_state_go_with_any_beta2() -> None:
+    """NorMuon's second moments are in fp32."""
+    net = Llama3(flavor="debug", overrides={"n_layers": 1}).build_on_meta()
+    rows = ParamGroup(pattern="*.up_proj.weight", beta2=0.999)
+    Muon(normalize="neuron", state_dtype="bfloat16", param_groups=[rows]).check(net)
+    with pytest.raises(ConfigError, match="needs beta2 of at most"):
+        AdamW(state_dtype="bfloat16", param_groups=[rows]).check(net)
+
+
+def test_the_noise_scale_is_unknown_while_a_beta_has_a_schedule() -> None:
+    net = Llama3(flavor="debug", overrides={"n_layers": 1}).build()
+    state = {"step": 5, "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
+    for schedules, is_known in ((SCHEDULES, False), (SCHEDULES[1:], True)):
+        config = AdamW(schedules=schedules)
+        optimizer = config.build(net, ALONE)
+        config.set_scheduled(optimizer, 5)
+        estimates = config.signal_and_noise(state, optimizer.param_groups[0])
+        assert (estimates is not None) == is_known

@@ -24,9 +24,10 @@ from tests.support.tiers import full
 from titanlite.checkpoint.state import non_finite
 from titanlite.config.component import ConfigError
 from titanlite.mesh import ALONE
+from titanlite.models.llama3 import Llama3
 from titanlite.optim import low_bit
 from titanlite.optim.adamw import AdamW, StateDtype
-from titanlite.optim.base import guarded_step, set_lr
+from titanlite.optim.base import ParamGroup, guarded_step, set_lr
 from titanlite.optim.low_bit import BLOCK, DTYPES, CompiledAdamW, _decode, _encode
 from titanlite.train import train
 
@@ -76,22 +77,22 @@ def test_five_steps_are_near_those_of_fp32_state(state_dtype: StateDtype) -> Non
             assert 1e-4 < error < 2e-2, name
 
 
-def test_fp32_state_is_that_of_torchs_fused_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp32_state_is_that_of_torchs_fused_adamw() -> None:
     """On CUDA, CompiledAdamW also has fp32 state: with a kernel of its own for each large parameter. Here its
     CPU code. The third step is skipped."""
-    monkeypatch.setattr(low_bit, "LARGE", 1000)  # `weight` is large
 
     def trained(make: Callable[..., torch.optim.Optimizer], divisor: float) -> dict[str, torch.Tensor]:
         params = parameters()
-        optimizer = make([{"params": list(params.values()), "lr": 1e-2, "weight_decay": 0.3}])
+        keys = {"lr": 1e-2, "weight_decay": 0.3, "betas": (0.9, 0.95)}
+        optimizer = make([{"params": list(params.values()), **keys}])
         for step in range(1, 6):
             for p in params.values():
                 p.grad = torch.full_like(p, torch.nan) if step == 3 else gradient(p.shape, step)
             guarded_step(optimizer, torch.tensor(step != 3), torch.tensor(divisor))
         return values(params, optimizer)
 
-    ours = partial(CompiledAdamW, betas=(0.9, 0.95), eps=1e-8, state_dtype="float32")
-    wanted = trained(partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True), 3.0)
+    ours = partial(CompiledAdamW, eps=1e-8, state_dtype="float32", large=1000)  # `weight` is large
+    wanted = trained(partial(torch.optim.AdamW, fused=True), 3.0)
     torch.testing.assert_close(trained(ours, 3.0), wanted, rtol=1e-5, atol=1e-6)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(trained(ours, 1.0), wanted, rtol=1e-5, atol=1e-6)
@@ -245,11 +246,12 @@ def test_why_bfloat16_needs_a_beta2_of_at_most_0_99() -> None:
     assert ratio_of_running_means(0.99, 1000, "bfloat16") == pytest.approx(1, abs=0.03)
     assert ratio_of_running_means(0.999, 3000, "bfloat16") > 1.5
     assert ratio_of_running_means(0.999, 3000, "int8") == pytest.approx(1, abs=0.03)
-    AdamW(state_dtype="bfloat16", beta2=0.99)
+    net = Llama3(flavor="debug").build_on_meta()
+    AdamW(state_dtype="bfloat16", beta2=0.99).check(net)
     with pytest.raises(ConfigError, match=r"bfloat16.* needs beta2 of at most 0.99, not 0.999") as e:
-        AdamW(state_dtype="bfloat16", beta2=0.999)
-    assert e.value.key == "beta2"
-    AdamW(state_dtype="int8", beta2=0.999)
+        AdamW(state_dtype="bfloat16", beta2=0.999).check(net)
+    assert e.value.key == "optimizer.beta2"
+    AdamW(state_dtype="int8", beta2=0.999).check(net)
 
 
 # ---- what reads the state
@@ -257,13 +259,15 @@ def test_why_bfloat16_needs_a_beta2_of_at_most_0_99() -> None:
 
 @pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
 def test_the_newest_update_follows_from_the_state(state_dtype: StateDtype) -> None:
-    params, config = parameters(), AdamW(lr=1e-2, state_dtype=state_dtype)
+    own = ParamGroup(pattern="weight", beta1=0.5, beta2=0.8)
+    params, config = parameters(), AdamW(lr=1e-2, state_dtype=state_dtype, param_groups=[own])
     optimizer = steps(config, params, 4)
     before = params["weight"].detach().clone()
     for p in params.values():
         p.grad = gradient(p.shape, 9)
     optimizer.step()
-    state, group = optimizer.state[params["weight"]] | {"step": 5}, optimizer.param_groups[0]
+    state = optimizer.state[params["weight"]] | {"step": 5}
+    (group,) = (group for group in optimizer.param_groups if group["betas"] == (0.5, 0.8))
     update = config.update_of(params["weight"].detach(), state, group)
     expected = before - params["weight"].detach()
     assert ((update - expected).norm() / expected.norm()).item() < 0.03
@@ -392,7 +396,7 @@ def final_loss(state_dtype: str, seed: int, num_steps: int) -> torch.Tensor:
     torch.manual_seed(seed)
     mlp = [nn.Linear(256, 128), nn.SiLU(), nn.Linear(128, 256)]
     net = nn.Sequential(nn.Embedding(256, 64), Uneven(), nn.Flatten(), *mlp)
-    config = {"lr": 3e-3, "weight_decay": 0.1}
+    config = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
     optimizer = CompiledAdamW([{"params": list(net.parameters()), **config}], 1e-8, state_dtype)
     table = torch.randint(0, 256, (256,), generator=torch.Generator().manual_seed(7))
     data = torch.Generator().manual_seed(seed)

@@ -93,10 +93,11 @@ def test_a_run_that_would_end_at_a_learning_rate_of_0_is_refused():
 
 def test_description():
     assert Piecewise(points=POINTS).describe(1000) == (
-        "piecewise over 1,000 steps, linear between 0.2 at step 2, 1 at step 4, 0.6 at step 8"
+        "piecewise over 1,000 steps, 0.2 at step 2, 1 at step 4, 0.6 at step 8, linear between them"
     )
     many = Piecewise(points=[[float(i), 1.0] for i in range(10)]).describe(10)
-    assert many.endswith("1 at step 0, 1 at step 1, 6 more points, 1 at step 8, 1 at step 9")
+    assert ", 1 at step 0, 1 at step 1, 6 more points, 1 at step 8, 1 at step 9, linear" in many
+    assert Piecewise(points=[[3.0, 0.5]]).describe(10).endswith(", constant 0.5")
 
 
 def test_points_are_read_from_toml_with_whole_numbers(tmp_path: Path, corpus: Path) -> None:
