@@ -88,8 +88,8 @@ class Compile:
 def apply_compile(
     net: Decoder, config: Compile, has_expert_axes: bool = False, options: dict[str, Any] | None = None
 ) -> None:
-    """Compile the blocks and the model's compiled_modules in place. Call it after activation checkpointing and
-    before FSDP. `has_expert_axes`: Mesh.has_expert_axes. `options`: of torch.compile."""
+    """Compile the blocks and the model's compiled_modules in place. Call it after activation checkpointing
+    and before FSDP. `has_expert_axes`: Mesh.has_expert_axes. `options`: of torch.compile."""
     if config.enable:
         allow_many_graphs()
         for module in (*net.compiled_modules(), *net.blocks().values()):
