@@ -26,7 +26,7 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import import_components
 from titanlite.config.locator import Locator
-from titanlite.config.overrides import split_words
+from titanlite.config.overrides import plain_value, split_words
 from titanlite.config.paths import check_new, expand_home
 from titanlite.config.schema import convert, describe
 from titanlite.contrib.task_importer import TaskFile, TaskImporter
@@ -42,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"unknown action {action!r}{suggest(action, ['import'])}")
     words, options = split_words(["--output" if word == "-o" else word for word in rest])
     tree, locator = toml.read(None, options)
-    output, imports = tree.pop("output", None), tree.pop("imports", [])
-    import_components({"imports": imports}, locator, allowed=True)
+    output, imports = tree.pop("output", None), plain_value(tree.pop("imports", []))
+    import_components({"imports": [imports] if isinstance(imports, str) else imports}, locator, allowed=True)
     if len(words) != 2:
         raise ConfigError(
             f"expected FORMAT SOURCE{suggest('', TaskImporter.choices)}; see `titanlite tasks --help`"

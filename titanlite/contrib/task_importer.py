@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from titanlite.config.component import Component, ConfigError, check_at_least
 from titanlite.config.json_file import expect, parse
@@ -16,6 +16,7 @@ from titanlite.config.paths import PathText
 from titanlite.files import read_regular
 from titanlite.tasks.task import make_question
 
+T = TypeVar("T")
 Line = dict[str, Any]
 WRONG = (ValueError, LookupError, TypeError, AttributeError)  # errors of an object that lacks what is read
 
@@ -66,35 +67,45 @@ class LineImporter(TaskImporter):
 
     @abstractmethod
     def question(self, item: Line) -> Line:
-        """Return the line of the task's file for the object of a line of the source. Raises ValueError
-        for a wrong object."""
+        """Return the line of the task's file for the object of a line of the source. Raises ValueError for a
+        wrong object."""
 
     def items(self, path: Path) -> list[Line]:
         """Return the objects of the lines of a file. Raises ConfigError."""
         return read_lines(path)
 
     def build(self, source: Path) -> Iterator[TaskFile]:
-        items, pool = self.items(source), self.items(Path(self.examples)) if self.examples else None
-        if self.shots > (num := len(items) - 1 if pool is None else len(pool)):
-            raise ConfigError(f"there are {num} examples, fewer than the {self.shots} of --shots", "shots")
+        questions = self._read(source)
+        pool = self._read(Path(self.examples)) if self.examples else None
+        if self.shots > (num := len(questions) - 1 if pool is None else len(pool)):
+            raise ConfigError(f"{source}: --shots={self.shots} is above {num}, the number of examples")
         rng, lines = random.Random(self.seed), list[Line]()
-        for number, item in enumerate(items[: self.limit if self.limit > 0 else None], 1):
-            examples = self._choose(rng, items, item) if pool is None else rng.sample(pool, self.shots)
-            try:
-                prompt = "".join(as_example(self.question(example)) for example in examples)
-                lines.append(after(prompt, self.question(item)))
-                make_question(lines[-1], number)
-            except WRONG as e:
-                raise ConfigError(f"{source}, line {number}: {error_of(e)}") from None
+        for question in questions[: self.limit if self.limit > 0 else None]:
+            examples = (
+                self._others(rng, questions, question) if pool is None else rng.sample(pool, self.shots)
+            )
+            lines.append(after("".join(as_example(line) for _, line in examples), question[1]))
         yield TaskFile(self.task or source.stem, lines)
 
-    def _choose(self, rng: random.Random, items: Sequence[Line], item: Line) -> Sequence[Line]:
-        """Return examples other than `item`, the same ones as lm-evaluation-harness for the same seed."""
+    def _read(self, path: Path) -> list[tuple[Line, Line]]:
+        """Return the object of each line of a file, with the line of the task's file for it. Raises
+        ConfigError."""
+        questions = list[tuple[Line, Line]]()
+        for number, item in enumerate(self.items(path), 1):
+            try:
+                questions.append((item, self.question(item)))
+                make_question(questions[-1][1], number)
+            except WRONG as e:
+                raise ConfigError(f"{path}, line {number}: {error_of(e)}") from None
+        return questions
+
+    def _others(self, rng: random.Random, questions: Sequence[T], question: T) -> Sequence[T]:
+        """Return `shots` questions other than `question`, chosen as by lm-evaluation-harness."""
         if not self.shots:
             return []
-        chosen = [example for example in rng.sample(items, self.shots + 1) if example != item]
-        if len(chosen) < self.shots:  # the file has `item` more than once
-            others = [example for example in items if example != item]
+        chosen = [other for other in rng.sample(questions, self.shots + 1) if other != question]
+        if len(chosen) < self.shots:  # the file has the question more than once
+            others = [other for other in questions if other != question]
             return rng.sample(others, min(self.shots, len(others)))
         return chosen[: self.shots]
 
