@@ -66,7 +66,7 @@ class Core(TaskImporter, name="core"):
                 raise ConfigError(f"{path}, line {number}: {error_of(e)}") from None
             questions.append((line, example))
         random.Random(ORDER_SEED).shuffle(questions)
-        questions = questions[: self.limit if self.limit > 0 else None]
+        questions = list(self.first(questions))
         if shots >= len(questions):
             raise ConfigError(f"{path}: {len(questions)} questions are too few for {shots} examples", "limit")
         lines = []

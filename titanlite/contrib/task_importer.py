@@ -43,6 +43,10 @@ class TaskImporter(Component, kind="format", makes=(Iterable,)):
         if self.limit < 1 and self.limit != -1:
             raise ConfigError(f"{self.limit} is neither -1 nor at least 1", "limit")
 
+    def first(self, questions: Sequence[T]) -> Sequence[T]:
+        """Return the first `limit` questions of a task."""
+        return questions if self.limit == -1 else questions[: self.limit]
+
     @abstractmethod
     def build(self, source: Path) -> Iterable[TaskFile]:
         """Return the tasks that the file or folder `source` holds. Raises ConfigError for wrong input."""
@@ -80,7 +84,7 @@ class LineImporter(TaskImporter):
         if self.shots > (num := len(questions) - 1 if pool is None else len(pool)):
             raise ConfigError(f"{source}: --shots={self.shots} is above {num}, the number of examples")
         rng, lines = random.Random(self.seed), list[Line]()
-        for question in questions[: self.limit if self.limit > 0 else None]:
+        for question in self.first(questions):
             examples = (
                 self._others(rng, questions, question) if pool is None else rng.sample(pool, self.shots)
             )
