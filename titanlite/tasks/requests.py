@@ -6,9 +6,11 @@ evaluation of CORE (Li et al. 2024, arXiv 2406.11794)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +31,9 @@ class Request:
 
     tokens: Sequence[int]
     num_targets: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", array("i", self.tokens))  # 4 bytes per token, a list needs 36
 
 
 @dataclass(frozen=True)
@@ -218,33 +223,78 @@ def encode_core(
     return [(text[:num], text[num:]) for text in texts]
 
 
-def num_common(texts: Sequence[Sequence[int]]) -> int:
+def num_common(texts: Sequence[Any]) -> int:
     """The number of tokens with which all texts begin."""
-    return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*texts)))
+    first, last = min(texts), max(texts)  # in the order of a dictionary
+    return next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), len(first))
 
 
-def batched(requests: Sequence[Request], max_tokens: int) -> list[list[int]]:
-    """The indices of the requests, batched by length, the longest first. A batch has at most `max_tokens`
-    tokens with padding, or one request. Does not depend on ranks."""
-    batches: list[list[int]] = []
-    width = 0
-    for index in sorted(range(len(requests)), key=lambda i: (-len(requests[i].tokens), i)):
-        if batches and (len(batches[-1]) + 1) * width <= max_tokens:
-            batches[-1].append(index)
+@dataclass(frozen=True)
+class Row:
+    """A sequence of a batch: the first `num_shared` tokens of its requests, which are equal, then the further
+    inputs of each request. A single request shares no tokens. `numbers`: of the requests."""
+
+    requests: Sequence[Request]
+    numbers: Sequence[int]
+    num_shared: int = 0
+
+    @property
+    def length(self) -> int:
+        """The number of inputs. The last token of a request is only a target."""
+        return self.num_shared + sum(len(r.tokens) - 1 - self.num_shared for r in self.requests)
+
+
+def make_rows(requests: Sequence[Request], sizes: Iterable[int], max_tokens: int) -> list[Row]:
+    """Sequences for all requests. `sizes`: how many requests follow each other that may share their first
+    tokens in one sequence of at most `max_tokens`: those of a question."""
+    rows, end = list[Row](), 0
+    for size in sizes:
+        begin, end = end, end + size
+        own, numbers = requests[begin:end], range(begin, end)
+        # The token that predicts a request's first target belongs to the request.
+        most = min(len(request.tokens) - 1 - request.num_targets for request in own)
+        row = Row(own, numbers, min(num_common([request.tokens for request in own]), most))
+        if size > 1 and (row.num_shared == 0 or row.length > max_tokens):
+            rows += [Row([request], [number]) for request, number in zip(own, numbers)]
         else:
-            batches.append([index])
-            width = len(requests[index].tokens) - 1  # the last token is only a target
+            rows.append(row if size > 1 else Row(own, numbers))
+    return rows
+
+
+def batched(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+    """The rows, batched by length, the longest first, those that share tokens before the others. A batch has
+    at most `max_tokens` tokens with padding, or one row. Does not depend on ranks."""
+    batches: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: (row.num_shared == 0, -row.length)):
+        first = batches[-1][0] if batches else row
+        is_alike = bool(batches) and (first.num_shared == 0) == (row.num_shared == 0)
+        if is_alike and (len(batches[-1]) + 1) * first.length <= max_tokens:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
     return batches
 
 
-def make_task_batch(requests: Sequence[Request]) -> Batch:
-    """The requests as one batch, padded on the right to the longest. Only tokens that are scored are targets.
-    Without requests, one sequence of padding."""
-    length = max((len(request.tokens) - 1 for request in requests), default=1)
-    inputs = torch.zeros(max(len(requests), 1), length, dtype=torch.int64)
+def make_task_batch(rows: Sequence[Row]) -> tuple[Batch, torch.Tensor | None]:
+    """The rows as one batch, padded on the right to the longest. Only tokens that are scored are targets.
+    Without rows, one sequence of padding. The second value: the segments for ShardedModel.score, int64, if
+    rows share tokens."""
+    length = max((row.length for row in rows), default=1)
+    inputs = torch.zeros(max(len(rows), 1), length, dtype=torch.int64)
     targets = torch.full_like(inputs, IGNORE)
-    for row, request in enumerate(requests):
-        tokens, end = torch.tensor(request.tokens), len(request.tokens) - 1
-        inputs[row, :end] = tokens[:-1]
-        targets[row, end - request.num_targets : end] = tokens[len(tokens) - request.num_targets :]
-    return Batch(inputs, targets, sum(request.num_targets for request in requests), hash=0)
+    positions, segments = torch.zeros_like(inputs), torch.zeros_like(inputs)
+    for i, row in enumerate(rows):
+        end = row.num_shared
+        inputs[i, :end] = torch.tensor(row.requests[0].tokens[:end])
+        positions[i, :end] = torch.arange(end)
+        for number, request in enumerate(row.requests, 1):
+            tokens = torch.tensor(request.tokens[row.num_shared :])
+            begin, end = end, end + len(tokens) - 1
+            inputs[i, begin:end] = tokens[:-1]
+            positions[i, begin:end] = row.num_shared + torch.arange(end - begin)
+            targets[i, end - request.num_targets : end] = tokens[len(tokens) - request.num_targets :]
+            segments[i, begin:end] = number
+    num_targets = sum(request.num_targets for row in rows for request in row.requests)
+    if not any(row.num_shared for row in rows):
+        return Batch(inputs, targets, num_targets, hash=0), None
+    return Batch(inputs, targets, num_targets, hash=0, positions=positions), segments

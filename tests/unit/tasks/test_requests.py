@@ -16,8 +16,10 @@ from titanlite.losses import IGNORE
 from titanlite.tasks.requests import (
     OpenTask,
     Request,
+    Row,
     batched,
     encode_pair,
+    make_rows,
     make_task_batch,
     open_task,
     task_metrics,
@@ -115,24 +117,54 @@ def test_a_continuation_that_is_too_long_is_named(tmp_path: Path) -> None:
 def test_batches_have_every_request_once_and_bounded_size() -> None:
     rng = random.Random(0)
     requests = [Request([0] * rng.randint(2, 40), 1) for _ in range(200)]
-    batches = batched(requests, max_tokens=100)
-    assert sorted(i for batch in batches for i in batch) == list(range(200))
-    lengths = [[len(requests[i].tokens) - 1 for i in batch] for batch in batches]
+    batches = batched(make_rows(requests, [1] * 200, 100), max_tokens=100)
+    assert sorted(i for batch in batches for row in batch for i in row.numbers) == list(range(200))
+    lengths = [[row.length for row in batch] for batch in batches]
     assert all(max(batch) * len(batch) <= 100 for batch in lengths)
     flat = [length for batch in lengths for length in batch]
-    assert flat == sorted(flat, reverse=True)
+    assert flat == sorted((len(request.tokens) - 1 for request in requests), reverse=True)
     assert len(batches) < sum(flat) / 100 * 1.3  # little padding
-    assert batched([Request([0] * 50, 1)] * 2, max_tokens=10) == [[0], [1]]
+    long = make_rows([Request([0] * 50, 1)] * 2, [1, 1], 10)
+    assert batched(long, max_tokens=10) == [[long[0]], [long[1]]]
     assert batched([], max_tokens=10) == []
 
 
+def test_choices_share_the_tokens_before_the_last_one_of_their_context() -> None:
+    """The last one predicts their first tokens, which differ."""
+    choices = [Request([1, 2, 3, 4, 5], 2), Request([1, 2, 3, 6], 1)]
+    schema = [Request([1, 2, 7, 8], 2), Request([1, 2, 9, 9, 8], 2), Request([1, 2, 8], 0)]
+    others = [Request([1, 2], 1), Request([3, 2], 1)]
+    requests = [*choices, *schema, *others, Request([1, 2, 3], 2)]
+    rows = make_rows(requests, [2, 3, 2, 1], 8)
+    assert rows == [
+        Row(choices, range(2), 2),
+        Row(schema, range(2, 5), 1),
+        Row(others[:1], [5]),
+        Row(others[1:], [6]),
+        Row(requests[7:], range(7, 8)),
+    ]
+    assert [row.length for row in rows] == [5, 7, 1, 1, 2]
+    assert [row.num_shared for row in make_rows(requests, [2, 3, 2, 1], 6)] == [2, 0, 0, 0, 0, 0, 0]
+    # Those that share come first, and are not mixed with others.
+    assert batched(rows, 100) == [[rows[1], rows[0]], [rows[4], rows[2], rows[3]]]
+    batch, segments = make_task_batch([rows[1], rows[0]])
+    assert segments is not None
+    assert batch.positions is not None
+    assert batch.inputs.tolist() == [[1, 2, 7, 2, 9, 9, 2], [1, 2, 3, 4, 3, 0, 0]]
+    assert batch.positions.tolist() == [[0, 1, 2, 1, 2, 3, 1], [0, 1, 2, 3, 2, 0, 0]]
+    assert segments.tolist() == [[0, 1, 1, 2, 2, 2, 3], [0, 0, 1, 1, 2, 0, 0]]
+    no = IGNORE
+    assert batch.targets.tolist() == [[no, 7, 8, no, 9, 8, no], [no, no, 4, 5, 6, no, no]]
+    assert batch.num_targets == 7
+
+
 def test_a_batch_scores_only_the_continuations() -> None:
-    batch = make_task_batch([Request([5, 6, 7, 8], 2), Request([9, 4], 1)])
-    assert batch.inputs.tolist() == [[5, 6, 7], [9, 0, 0]]
-    assert batch.targets.tolist() == [[IGNORE, 7, 8], [4, IGNORE, IGNORE]]
-    assert batch.num_targets == 3
-    assert make_task_batch([Request([5, 6], 0)]).targets.tolist() == [[IGNORE]]
-    padding = make_task_batch([])
+    rows = make_rows([Request([5, 6, 7, 8], 2), Request([9, 4], 1), Request([5, 6], 0)], [1, 1, 1], 9)
+    batch, segments = make_task_batch(rows)
+    assert batch.inputs.tolist() == [[5, 6, 7], [9, 0, 0], [5, 0, 0]]
+    assert batch.targets.tolist() == [[IGNORE, 7, 8], [4, IGNORE, IGNORE], [IGNORE] * 3]
+    assert (batch.num_targets, segments) == (3, None)
+    padding, _ = make_task_batch([])
     assert padding.inputs.shape == (1, 1)
     assert padding.targets.tolist() == [[IGNORE]]
 
