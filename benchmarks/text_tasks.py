@@ -1,4 +1,4 @@
-"""Two tasks from held-out text, for text_by_kind.py: questions in the format of docs/data.md#tasks.
+"""Two tasks from held-out text, for text_by_kind.py: questions in the format of docs/tasks.md.
 
 next_line  Multiple choice: which of four lines of a Python module follows its lines so far? All four are
            indented alike and come from that module, outside the lines shown. Chance: 1/4.

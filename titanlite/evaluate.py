@@ -22,7 +22,7 @@ from titanlite.metrics.training import perplexity
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.progress import Progress
 from titanlite.runtime.runtime import Runtime
-from titanlite.tasks.requests import OpenTask, batched, make_task_batch, open_task
+from titanlite.tasks.requests import OpenTask, batched, make_rows, make_task_batch, open_task
 from titanlite.tasks.task import Task
 from titanlite.tokenizers.base import Tokenizer
 
@@ -160,13 +160,18 @@ def score_tasks(
     """The scores of each task's requests, for OpenTask.metrics. `vocab_size`: the tokenizer's.
     `batch_tokens`: maximum number of tokens of a batch. Collective."""
     requests = [request for task in tasks for request in task.requests]
-    batches, stride = batched(requests, batch_tokens), rt.mesh.dp_size
+    sizes = [question.num_options for task in tasks for question in task.questions]
+    rows = make_rows(requests, sizes if model.can_share_prefixes else [1] * len(requests), batch_tokens)
+    batches, stride = batched(rows, batch_tokens), rt.mesh.dp_size
     padded = -(-len(batches) // stride) * stride  # so that all ranks run the same number of batches
     scores = torch.zeros(len(requests), 2, dtype=torch.float64)
     turns = range(rt.mesh.dp_rank, padded, stride)
     for turn in Progress(turns, desc="tasks", unit="batch", delay=2, leave=False, disable=rt.rank > 0):
-        numbers = batches[turn] if turn < len(batches) else []
-        batch = make_task_batch([requests[number] for number in numbers])
-        scores[numbers] = model.score(batch.to(rt.device), vocab_size).cpu().double()[: len(numbers)]
+        own = batches[turn] if turn < len(batches) else []
+        batch, segments = make_task_batch(own)
+        segments = None if segments is None else segments.to(rt.device)
+        result = model.score(batch.to(rt.device), vocab_size, segments).cpu().double()
+        for row, values in zip(own, result.view(len(result), -1, 2)):
+            scores[row.numbers] = values[: len(row.numbers)]
     by_task = rt.ranks.sum(scores).split([len(task.requests) for task in tasks])
     return [scores.numpy() for scores in by_task]

@@ -340,8 +340,8 @@ def score_targets(
     vocabulary: VocabularyShard = WHOLE_VOCABULARY,
     chunk_tokens: int = 4096,
 ) -> torch.Tensor:
-    """fp32 [B, 2]: the sum of log p over each sequence's targets that count, and how many of them are not the
-    most likely token, which is the first one if several are equally likely. `vocab_size`: ids from here on
+    """fp32 [B, T, 2]: log p of each target, and 1 if the target is not the most likely token, which is the
+    first one if several are equally likely; 0 for targets that do not count. `vocab_size`: ids from here on
     have p = 0. `chunk_tokens`: maximum number of tokens whose logits are in memory at once."""
     weight_VD, scores = weight_VD.to(hidden_BTD.dtype), []
     for hidden_CD, targets_C in zip(
@@ -356,7 +356,7 @@ def score_targets(
         is_miss_C = -vocabulary.all_reduce_max(first_C) != targets_C
         counts_C = targets_C != IGNORE
         scores.append(torch.stack([log_p_C, is_miss_C.float()], -1) * counts_C[:, None])
-    return torch.cat(scores).unflatten(0, targets_BT.shape).sum(1)
+    return torch.cat(scores).unflatten(0, targets_BT.shape)
 
 
 def _sum_of_squares(log_z_N: torch.Tensor, counts_N: torch.Tensor) -> torch.Tensor:

@@ -45,6 +45,7 @@ from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.runtime.runtime import Runtime
 from titanlite.runtime.signals import Stopped, StopRequests
 from titanlite.start import Parts
+from titanlite.tasks.requests import task_metrics
 
 
 @dataclass
@@ -301,18 +302,17 @@ class Run:
     def score_tasks(self, keep: bool) -> dict[str, float]:
         """The metrics of the tasks. With `keep`, append their samples to samples.txt. Collective."""
         batch_tokens = self.rt.batch.micro_batch_size * self.job.training.seq_len
-        vocab_size, metrics = self.parts.tokenizer.vocab_size, dict[str, float]()
+        vocab_size = self.parts.tokenizer.vocab_size
         with self.meter.untimed("time/tasks_s"):
             by_task = score_tasks(self.model, self.parts.tasks, vocab_size, batch_tokens, self.rt)
+            metrics = task_metrics(self.parts.tasks, by_task)
             for task, scores in zip(self.parts.tasks, by_task):
-                metrics |= task.metrics(scores)
                 if keep and (text := task.sample(scores)):
                     self.meter.sinks.sample(self.state.step, text)
             if self.job.ema.enable:
                 with self.averaged_weights():
                     by_task = score_tasks(self.model, self.parts.tasks, vocab_size, batch_tokens, self.rt)
-                for task, scores in zip(self.parts.tasks, by_task):
-                    metrics |= task.metrics(scores, "ema_")
+                metrics |= task_metrics(self.parts.tasks, by_task, "ema_")
         return metrics
 
     @contextmanager

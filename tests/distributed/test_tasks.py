@@ -18,8 +18,10 @@ import torch.distributed as dist
 from tests.support.gradients import build
 from tests.support.jobs import make_job, metrics_of
 from tests.support.tiers import full
+from titanlite.attention.shared_prefix import for_shared_prefix as attention
 from titanlite.evaluate import score_tasks
 from titanlite.losses import VocabularyShard
+from titanlite.parallel import sharded_model
 from titanlite.ranks import Ranks
 from titanlite.report.page import report
 from titanlite.report.recorded_run import read_run
@@ -44,8 +46,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 CASES = [name if name == "tp 2" else full(name) for name in LAYOUTS]
 
 
-def scores(world_size: int, layout: dict[str, Any]) -> np.ndarray:
-    """The scores of 23 requests. Every second one asks for the model's most likely token."""
+def scores(world_size: int, layout: dict[str, Any], share: bool = True) -> np.ndarray:
+    """The scores of 23 requests, of which every second one asks for the model's most likely token, and of 4
+    questions with 3 choices. `share`: whether choices may share their context."""
     rank = dist.get_rank() if world_size > 1 else 0
     model = build(world_size, rank, tied=False, **layout)
     rng, requests = random.Random(0), []
@@ -55,11 +58,48 @@ def scores(world_size: int, layout: dict[str, Any]) -> np.ndarray:
             last = model.logits(torch.tensor([tokens]))[0, -1, :VOCAB_SIZE]
             tokens.append(int(last.argmax()))
         requests.append(Request(tokens, 1 if i % 2 else 2))
-    task = OpenTask(Task(name="t", path="t.jsonl"), [Question("", ("x",), None, 1)], requests)
+    questions = [Question("", ("x",), None, 1)] * 23
+    for num_shared in (1, 4, 9, 10):
+        context = [rng.randrange(VOCAB_SIZE) for _ in range(num_shared)]
+        for length in (1, 2, 4):
+            requests.append(Request(context + [rng.randrange(VOCAB_SIZE) for _ in range(length)], length))
+        questions = (
+            [*questions, Question("", ("x", "y", "z"), 0, 1)] if share else [*questions, *questions[:3]]
+        )
+    task = OpenTask(Task(name="t", path="t.jsonl"), questions, requests)
     runtime: Any = SimpleNamespace(
         mesh=model.mesh, rank=rank, device=torch.device("cpu"), ranks=Ranks(Path())
     )
     return score_tasks(model, [task], VOCAB_SIZE, 64, runtime)[0]
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "grouped queries": {},
+    "a window": {"shape": {"sliding_window": 3}},
+    "windows in some layers": {"family": "gemma3"},
+    "latent attention": {
+        "family": "deepseek_v3",
+        "shape": {"n_kv_heads": 4, "rope_head_dim": 4, "v_head_dim": 4},
+    },
+    "linear attention": {"family": "qwen3_5"},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_choices_have_the_scores_of_single_requests(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, shared = FAMILIES[name], list[int]()
+    monkeypatch.setattr(
+        sharded_model, "for_shared_prefix", lambda *args: shared.append(1) or attention(*args)
+    )
+    single = scores(1, layout, share=False)
+    assert not shared
+    together = scores(1, layout)
+    assert bool(shared) == (name != "linear attention")
+    assert together == pytest.approx(single, rel=1e-5)
+    if shared:  # controls: choices that see each other, and positions that count their tokens
+        for wrong in (lambda s, p: attention(s * 0, p), lambda s, p: attention((s > 0).long(), p)):
+            monkeypatch.setattr(sharded_model, "for_shared_prefix", wrong)
+            assert scores(1, layout) != pytest.approx(single, rel=1e-5)
 
 
 @pytest.mark.full

@@ -19,7 +19,7 @@ from titanlite.parallel.apply import parallelize
 from titanlite.parallel.initialize import fill_normal
 from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallel.sharded_model import ShardedModel
-from titanlite.tasks.requests import Request, make_task_batch
+from titanlite.tasks.requests import Request, Row, make_rows, make_task_batch
 
 pytestmark = pytest.mark.gpu
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -31,10 +31,10 @@ SHAPE = {
 NUM_REQUESTS, NUM_TARGETS = 32, 2
 
 
-def model(device: torch.device, dtype: torch.dtype) -> ShardedModel:
+def model(device: torch.device, dtype: torch.dtype, **shape: int) -> ShardedModel:
     """With a head whose logits are far apart, so that rounding rarely changes the most likely token."""
     with torch.device("meta"):
-        net = Llama3(flavor="debug", overrides=SHAPE).build()
+        net = Llama3(flavor="debug", overrides=SHAPE | shape).build()
     settings = ParallelSettings(attention=SDPA(), param_dtype=dtype)
     sharded = parallelize(net, ChunkedCrossEntropy(), ALONE, settings)
     sharded.materialize(device, seed=0)
@@ -59,7 +59,7 @@ def task_batch() -> Batch:
         if number % 2 == 0 and top - second > 0.3:
             tokens[-1] = int(token)
         requests.append(Request(tokens, NUM_TARGETS))
-    return make_task_batch(requests)
+    return make_task_batch([Row([request], [0]) for request in requests])[0]
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,31 @@ def test_scores_are_those_of_the_cpu(dtype: torch.dtype, tolerance: float) -> No
     assert torch.equal(actual[:, 1], wanted[:, 1])
     others = replace(batch, targets=batch.targets.roll(1, 0))  # control: another continuation
     assert (scores(CUDA, dtype, others)[:, 0] - wanted[:, 0]).abs().max() > 10 * tolerance
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.15)], ids=["fp32", "bf16"]
+)
+def test_choices_with_one_prefix_have_the_scores_of_requests(dtype: torch.dtype, tolerance: float) -> None:
+    """With grouped queries, which not all kernels take with a mask."""
+    generator = torch.Generator().manual_seed(0)
+
+    def some_tokens(num: int) -> list[int]:
+        return torch.randint(0, VOCAB_SIZE, (num,), generator=generator).tolist()
+
+    prefixes = [some_tokens(num) for num in (70, 33, 5)]
+    requests = [Request(prefix + some_tokens(num), num) for prefix in prefixes for num in (1, 4, 3)]
+    on_gpu = model(CUDA, dtype, n_kv_heads=2)
+    together = make_rows(requests, [3, 3, 3], 1000)
+    assert [row.num_shared for row in together] == [69, 32, 4]
+    wanted, actual = torch.zeros(2, 9, 2)
+    for rows, scores in ((make_rows(requests, [1] * 9, 1000), wanted), (together, actual)):
+        batch, segments = make_task_batch(rows)
+        segments = None if segments is None else segments.to(CUDA)
+        scores[:] = on_gpu.score(batch.to(CUDA), VOCAB_SIZE, segments).cpu().view(9, 2)
+    torch.testing.assert_close(actual[:, 0], wanted[:, 0], rtol=0, atol=tolerance * 4)
+    others = wanted.view(3, 3, 2).roll(1, 1)[..., 0].flatten()  # control: another choice
+    assert (actual[:, 0] - others).abs().max() > 1
 
 
 CONTINUATIONS = [" ", *"abcdefghij", " a", "ab"]  # one of the single bytes is the most likely one

@@ -203,6 +203,7 @@ def test_no_verb_is_a_mistake_that_shows_the_help(run):
         "tokenizer",
         "metrics",
         "migrate",
+        "tasks",
         "report",
         "compare",
         "tune",

@@ -289,6 +289,8 @@ def test_scores_of_targets(vocab_size: int, softcap: float) -> None:
         logits = softcap * (logits / softcap).tanh()
     vocabulary = replace(losses.WHOLE_VOCABULARY, softcap=softcap)
     scores = losses.score_targets(hidden, weight, targets, vocab_size, vocabulary, chunk_tokens=32)
+    assert not scores[~counts].any()
+    scores = scores.sum(1)
     log_p = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     assert torch.allclose(scores[:, 0].double(), (log_p * counts).sum(1), rtol=1e-6)
     assert torch.equal(scores[:, 1], ((logits.argmax(-1) != targets) & counts).sum(1).float())
@@ -298,7 +300,7 @@ def test_scores_of_targets(vocab_size: int, softcap: float) -> None:
 def test_of_equal_logits_the_first_is_the_most_likely() -> None:
     hidden, weight = torch.ones(1, 2, 1), torch.tensor([[0.0], [1.0], [1.0]])
     scores = losses.score_targets(hidden, weight, torch.tensor([[1, 2]]), vocab_size=3)
-    assert scores[0, 1] == 1
+    assert scores[0, :, 1].tolist() == [0, 1]
 
 
 def test_the_keys_of_a_loss_that_extends_cross_entropy_belong_to_the_objective() -> None:

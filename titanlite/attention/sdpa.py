@@ -38,7 +38,8 @@ KERNELS = {
 class SDPAttention(Attention):
     """Attention with a mask, bool [B or 1, 1, queries, keys]: True where a query attends to a key. None:
     causal attention over whole sequences. `positions`: the positions of the queries and of the keys in the
-    sequence, int64; None: their indices. `soft_cap`: as in AttentionKind."""
+    sequence, int64 [queries] and [keys], or with B in front; None: their indices. `soft_cap`: as in
+    AttentionKind."""
 
     def __init__(
         self,
@@ -68,13 +69,14 @@ class SDPAttention(Attention):
             return LinearAttention() if self.mask is None else super().of_kind(kind, tokens_BT)
         indices = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         queries, keys = self.positions or (indices, indices)
-        if not 0 < kind.window < len(keys):
+        if not 0 < kind.window < keys.shape[-1]:
             return SDPAttention(self.mask, self.positions, kind.soft_cap) if kind.soft_cap else self
         # Comparisons, which make bool tensors: distances of all pairs would need 8 bytes each.
-        visible = queries[:, None] >= keys if self.mask is None else self.mask
-        in_window = queries[:, None] - kind.window < keys
-        mask = (visible & in_window).view(-1, 1, *in_window.shape)
-        return SDPAttention(mask, self.positions, kind.soft_cap)
+        queries, keys = queries[..., None], keys[..., None, :]
+        visible = queries >= keys if self.mask is None else self.mask
+        in_window = (queries - kind.window < keys).unsqueeze(-3)
+        mask = (visible & in_window).view(-1, *in_window.shape[-3:])
+        return type(self)(mask, self.positions, kind.soft_cap)
 
     def visible_keys(
         self, k_BTKE: torch.Tensor, queries: torch.Tensor

@@ -1,1 +1,1 @@
-"""Configurations and checkpoints of other trainers."""
+"""Configurations and checkpoints of other trainers, and files of benchmarks."""

@@ -1,4 +1,4 @@
-"""The verb `migrate` of the command line. Does not import torch."""
+"""The verbs `migrate` and `tasks` of the command line. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,5 +14,6 @@ def add_migrate(options: Options) -> None:
 
 
 VERBS = {
-    "migrate": Verb("titanlite.contrib.migrate", "translate a TOML file of torchtitan", options=add_migrate)
+    "migrate": Verb("titanlite.contrib.migrate", "translate a TOML file of torchtitan", options=add_migrate),
+    "tasks": Verb("titanlite.contrib.import_tasks", "make tasks to score from files of benchmarks"),
 }

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from titanlite.attention.base import previous_of
 from titanlite.attention.context_parallel import SequenceSharding
+from titanlite.attention.shared_prefix import for_shared_prefix
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch
 from titanlite.losses import IGNORE, WHOLE_VOCABULARY, Loss, VocabularyShard, score_targets
@@ -317,12 +318,21 @@ class ShardedModel:
         reshard(self.net)
         return logits[:, :length]
 
+    @property
+    def can_share_prefixes(self) -> bool:
+        """Whether `score` takes sequences with several continuations of one prefix."""
+        kinds = getattr(self.net.config, "attention_kinds", ())
+        return self.sharding is None and not any(kind.is_linear or kind.changes_softmax for kind in kinds)
+
     @torch.no_grad()
-    def score(self, batch: Batch, vocab_size: int) -> torch.Tensor:
+    def score(self, batch: Batch, vocab_size: int, segments_BT: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's summand of the scores of one batch of sequences of any length, fp32 [B, 2]: the sum of
         log p over each sequence's targets that count, and how many of them are not the most likely token.
         `vocab_size`: ids from here on, which pad the model's vocabulary, have p = 0, as in an export, which
-        lacks them. Collective like loss_sum."""
+        lacks them. Collective like loss_sum.
+
+        `segments_BT`: of sequences with several continuations of one prefix, as for_shared_prefix takes it;
+        the batch has the positions. The scores are then of each continuation, [B, continuations, 2]."""
         # Causal attention never looks at padding on the right.
         padding = (0, -batch.inputs.shape[1] % (self.mesh.degrees.tp * 2 * self.mesh.degrees.cp))
         batch = replace(
@@ -340,12 +350,24 @@ class ShardedModel:
         def head_fn(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
             if self._gather_for_loss is not None:
                 hidden_BTD, weight_VD = self._gather_for_loss(hidden_BTD, weight_VD)
-            return score_targets(hidden_BTD, weight_VD, targets, vocab_size, self._vocabulary)
+            scores_BT2 = score_targets(hidden_BTD, weight_VD, targets, vocab_size, self._vocabulary)
+            if segments_BT is None:
+                return scores_BT2.sum(1)
+            masks = [F.pad(segments_BT == i, padding)[..., None] for i in range(1, num_segments + 1)]
+            return torch.stack([(scores_BT2 * mask).sum(1) for mask in masks], 1)
 
+        if segments_BT is None:
+            inputs, shape = self.model_inputs(batch), [len(targets), 2]
+        else:
+            assert batch.positions is not None
+            positions_BT, num_segments = F.pad(batch.positions, padding), int(segments_BT.max())
+            attention = for_shared_prefix(F.pad(segments_BT, padding), positions_BT)
+            inputs = Inputs(batch.inputs, positions_BT, attention, head_fn)
+            shape = [len(targets), num_segments, 2]
         with torch.compiler.set_stance("force_eager"):  # requests have many lengths: avoid a graph per length
-            scores = self._forward(self.model_inputs(batch)._replace(head_fn=head_fn))
+            scores = self._forward(inputs._replace(head_fn=head_fn))
         reshard(self.net)
-        no_scores = torch.zeros(len(targets), 2, device=targets.device)
+        no_scores = torch.zeros(shape, device=targets.device)
         return no_scores if scores is None else self._counted_once(scores)
 
     @torch.no_grad()

@@ -216,11 +216,14 @@ def _validation_by_source(run: RecordedRun) -> str:
 
 
 def _tasks(run: RecordedRun) -> str:
-    """The last accuracy in each task, with its standard error."""
+    """The last accuracy in each task, with its standard error, and the last centered accuracy of groups."""
     names = [key[len("tasks/") : -len("/acc")] for key in run.keys if re.fullmatch(r"tasks/.+/acc", key)]
     parts = []
     for name in names:
         accuracy, error = (run.last(f"tasks/{name}/{key}") for key in ("acc", "acc_stderr"))
         if accuracy is not None:
             parts.append(f"{name} {accuracy:.1%}" + (f" \N{PLUS-MINUS SIGN} {error:.1%}" if error else ""))
+    for key in run.keys:
+        if (match := re.fullmatch(r"tasks/(.+)/centered", key)) and (mean := run.last(key)) is not None:
+            parts.append(f"{match[1]} {mean:.4f} centered")
     return listed(parts)

@@ -1,1 +1,2 @@
-"""Multiple-choice and cloze tasks in the sense of lm-evaluation-harness: files, requests and metrics."""
+"""Multiple-choice, schema and cloze tasks, as lm-evaluation-harness or CORE score them: files, requests and
+metrics."""

@@ -1,11 +1,11 @@
-"""Task: a multiple-choice or cloze task in a local file, as lm-evaluation-harness scores them."""
+"""Task: a multiple-choice, schema or cloze task in a local file, and how it is scored."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.config.json_file import expect, parse
@@ -17,39 +17,70 @@ KEY = "validation.tasks"
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A multiple-choice or cloze task to score in each validation."""
+    """A multiple-choice, schema or cloze task to score in each validation."""
 
     name: str
     """Name in the metrics (`tasks/NAME/acc`): letters, digits, `_`, `-` and `.`."""
     path: PathText
     """JSON Lines file: `{"context": "...", "choices": ["...", "..."], "answer": 0}` per multiple-choice
-    question, or `{"context": "...", "continuation": "..."}`. Contexts include few-shot examples."""
+    question, `{"contexts": ["...", "..."], "continuation": "...", "answer": 0}` per schema, or `{"context":
+    "...", "continuation": "..."}`. Contexts include few-shot examples."""
     delimiter: str = " "
     """Text between context and choice. A continuation follows directly."""
     add_bos: bool = True
     """Begin contexts with BOS, as documents do in training. An empty context always becomes BOS."""
+    protocol: Literal["harness", "core"] = "harness"
+    """How answers are judged: as by lm-evaluation-harness, or as by DCLM's CORE: by the loss per token."""
+    group: str = ""
+    """Group of tasks with a common metric `tasks/GROUP/centered`, such as CORE; empty: none."""
+    chance: float | None = None
+    """Share of right answers by guessing, for `group`; unset: 1 / number of choices, 0 for a cloze."""
     limit: int = -1
     """Questions to score, from the beginning of the file; -1: all."""
     num_samples: int = 2
     """First questions to write to samples.txt, with the log-likelihoods of their choices; 0: none."""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[\w.-]+", self.name, re.ASCII):
-            raise ConfigError(f"{self.name!r} is not made of letters, digits, _, - and .", "name")
+        for key, pattern in (("name", r"[\w.-]+"), ("group", r"[\w.-]*")):
+            if not re.fullmatch(pattern, value := getattr(self, key), re.ASCII):
+                raise ConfigError(f"{value!r} is not made of letters, digits, _, - and .", key)
         if self.limit < 1 and self.limit != -1:
             raise ConfigError(f"{self.limit} is neither -1 nor at least 1", "limit")
+        if self.chance is not None and not 0 <= self.chance < 1:
+            raise ConfigError(f"{self.chance} is not a share from 0 to below 1", "chance")
+        if self.protocol == "core" and not self.add_bos:
+            raise ConfigError("contexts of protocol 'core' begin with BOS", "add_bos")
         check_at_least(self, 0, "num_samples")
 
 
 @dataclass(frozen=True)
 class Question:
-    """A line of a task's file. `choices`: of a cloze, only its continuation. `answer`: the index of the right
-    choice; None for a cloze. `line`: its number in the file."""
+    """A line of a task's file. `choices`: of a schema and of a cloze, only the continuation. `answer`: the
+    index of the right choice, or context; None for a cloze. `line`: its number in the file. `contexts`: of a
+    schema; its `context` is empty."""
 
     context: str
     choices: tuple[str, ...]
     answer: int | None
     line: int
+    contexts: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """The kind of question, for messages."""
+        return "cloze" if self.answer is None else "schema" if self.contexts else "multiple choice"
+
+    @property
+    def num_options(self) -> int:
+        """The number of texts that are scored."""
+        return len(self.contexts or self.choices)
+
+    def options(self, delimiter: str) -> list[tuple[str, str]]:
+        """The texts that are scored: each as a context and what follows. `delimiter`: before choices."""
+        if self.contexts:
+            return [(context, self.choices[0]) for context in self.contexts]
+        between = delimiter if self.kind == "multiple choice" else ""
+        return [(self.context, between + choice) for choice in self.choices]
 
 
 def read_questions(task: Task) -> list[Question]:
@@ -63,9 +94,9 @@ def read_questions(task: Task) -> list[Question]:
         if len(questions) == task.limit:
             break
         try:
-            questions.append(_question(parse(text), number))
-            if (questions[-1].answer is None) != (questions[0].answer is None):
-                raise ValueError("choices and continuations are mixed; put them into two tasks")
+            questions.append(make_question(parse(text), number))
+            if (kind := questions[-1].kind) != (first := questions[0].kind):
+                raise ValueError(f"{first} and {kind} are mixed; put them into two tasks")
         except ValueError as e:
             raise line_error(task, number, str(e)) from None
     if not questions:
@@ -82,23 +113,34 @@ def _filled(lines: list[str]) -> Iterator[tuple[int, str]]:
     return ((number, text) for number, text in enumerate(lines, 1) if text.strip())
 
 
-def _question(tree: Any, line: int) -> Question:
+def make_question(tree: Any, line: int) -> Question:
     """The question of a line's JSON object. Raises ValueError."""
-    expect(tree, context=str)
-    if "choices" not in tree:
-        if "continuation" not in tree:
-            raise ValueError("neither choices nor continuation is given")
+    expect(tree)
+    is_schema = "contexts" in tree
+    expect(tree, **{"continuation" if is_schema else "context": str})
+    if is_schema:
+        contexts, answer = _options(tree, "contexts")
+        question = Question("", (tree["continuation"],), answer, line, contexts)
+    elif "choices" in tree:
+        question = Question(tree["context"], *_options(tree, "choices"), line)
+    elif "continuation" in tree:
         expect(tree, continuation=str)
-        choices, answer = [tree["continuation"]], None
+        question = Question(tree["context"], (tree["continuation"],), None, line)
     else:
-        expect(tree, choices=list, answer=int)
-        choices, answer = tree["choices"], tree["answer"]
-        if not all(isinstance(choice, str) for choice in choices):
-            raise ValueError("choices are not all strings")
-        if len(choices) < 2:
-            raise ValueError(f"a question has at least 2 choices, this one has {len(choices)}")
-        if not 0 <= answer < len(choices):
-            raise ValueError(f"answer is {answer}, expected 0 to {len(choices) - 1}")
-    if "" in choices:
+        raise ValueError("neither choices nor continuation is given")
+    if "" in question.choices:
         raise ValueError("a choice or continuation is empty")
-    return Question(tree["context"], tuple(choices), answer, line)
+    return question
+
+
+def _options(tree: dict[str, Any], key: str) -> tuple[tuple[str, ...], int]:
+    """The choices or contexts of a line's JSON object, and the index of the right one. Raises ValueError."""
+    expect(tree, **{key: list}, answer=int)
+    options, answer = tree[key], tree["answer"]
+    if not all(isinstance(option, str) for option in options):
+        raise ValueError(f"{key} are not all strings")
+    if len(options) < 2:
+        raise ValueError(f"a question has at least 2 {key}, this one has {len(options)}")
+    if not 0 <= answer < len(options):
+        raise ValueError(f"answer is {answer}, expected 0 to {len(options) - 1}")
+    return tuple(options), answer

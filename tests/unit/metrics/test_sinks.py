@@ -270,9 +270,9 @@ def test_a_validation_has_a_line_with_its_cost() -> None:
     assert validation_line(FULL | {"eval/loss": 4.0}) == ""
     sequences = {"eval/loss": 4.0, "eval/tokens": 16384, "time/validation_s": 0.42}
     tasks = {f"tasks/{key}": 0.3125 for key in ("arc.easy/acc_norm", "arc.easy/acc", "b/acc", "b/ema_acc")}
-    tasks["time/tasks_s"] = 1.23
+    tasks |= {"tasks/core/centered": 0.25, "time/tasks_s": 1.23}
     assert validation_line(sequences) == "validation: 16,384 tokens in 0.4 s"
-    accuracies = "tasks in 1.2 s: arc.easy 31.2%, b 31.2%"
+    accuracies = "tasks in 1.2 s: arc.easy 31.2%, b 31.2%, core 0.2500 centered"
     assert validation_line(tasks) == f"validation: {accuracies}"
     assert validation_line(sequences | tasks) == f"validation: 16,384 tokens in 0.4 s; {accuracies}"
 

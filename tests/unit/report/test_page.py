@@ -330,10 +330,12 @@ def test_the_accuracies_in_tasks_are_drawn_and_listed(tmp_path: Path) -> None:
     for name, last in (("b", 0.5), ("a", 0.25)):
         values[f"tasks/{name}/acc"] = np.linspace(0, last, 40)
     values["tasks/b/acc_stderr"] = [0.125] * 40
+    values["tasks/core/centered"] = np.linspace(0, 0.125, 40)
     run = read_run(write_run(tmp_path, values), "run")
     (group,) = (group for group in other_charts([run]) if group.name == "tasks")
-    assert [chart.title for chart in group.charts] == ["tasks/a/acc", "tasks/b/acc"]
-    assert sorted(facts(run)["accuracy in tasks"].split(", ")) == ["a 25.0%", "b 50.0% \u00b1 12.5%"]
+    assert [chart.title for chart in group.charts] == ["tasks/a/acc", "tasks/b/acc", "tasks/core/centered"]
+    listed = sorted(facts(run)["accuracy in tasks"].split(", "))
+    assert listed == ["a 25.0%", "b 50.0% \u00b1 12.5%", "core 0.1250 centered"]
 
 
 def test_of_two_rewinds_only_their_own_steps_count_as_trained_again(tmp_path: Path) -> None:

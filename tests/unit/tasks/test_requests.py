@@ -6,6 +6,7 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +16,13 @@ from titanlite.losses import IGNORE
 from titanlite.tasks.requests import (
     OpenTask,
     Request,
+    Row,
     batched,
     encode_pair,
+    make_rows,
     make_task_batch,
     open_task,
+    task_metrics,
 )
 from titanlite.tasks.task import Question, Task
 from titanlite.tokenizers.base import Tokenizer
@@ -54,9 +58,10 @@ def test_an_empty_context_is_one_bos(add_bos: bool) -> None:
     assert encode_pair(Joining(), " ", "b", add_bos) == ([1], [500 + ord("b")])
 
 
-def opened(folder: Path, *lines: dict, seq_len: int = 8) -> OpenTask:
+def opened(folder: Path, *lines: dict, seq_len: int = 8, protocol: Any = "harness") -> OpenTask:
     (folder / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return open_task(Task(name="t", path=str(folder / "t.jsonl")), Bytes().build(), seq_len)
+    task = Task(name="t", path=str(folder / "t.jsonl"), protocol=protocol)
+    return open_task(task, Bytes().build(), seq_len)
 
 
 def test_requests_of_a_file(tmp_path: Path) -> None:
@@ -66,6 +71,41 @@ def test_requests_of_a_file(tmp_path: Path) -> None:
     assert [r.num_targets for r in choices.requests] == [2, 3]  # with the delimiter
     cloze = opened(tmp_path, {"context": "0123456789", "continuation": "xy"})
     assert cloze.requests == [Request(list(b"3456789xy"), 2)]  # seq_len + 1 tokens: the last is only a target
+    schema = opened(tmp_path, {"contexts": ["a", "bc"], "continuation": "d", "answer": 0})
+    assert schema.requests == [Request([bos, *b"ad"], 1), Request([bos, *b"bcd"], 1)]
+
+
+def test_requests_of_protocol_core(tmp_path: Path) -> None:
+    """Targets begin where choices differ, are what the texts of a schema share at their ends, and of a cloze
+    follow the context without its blanks."""
+    bos = Bytes().build().bos
+
+    def requests(line: dict) -> list[Request]:
+        return list(opened(tmp_path, line, protocol="core").requests)
+
+    choices = requests({"context": "a", "choices": ["bcd", "be"], "answer": 0})
+    assert choices == [Request([bos, *b"a bcd"], 2), Request([bos, *b"a be"], 1)]
+    choices = requests({"context": "0123456", "choices": ["b", "bc"], "answer": 0})
+    assert choices == [Request(list(b"0123456 b"[-8:]), 0), Request(list(b"0123456 bc"[-8:]), 1)]
+    schema = requests({"contexts": ["ax", "bcx"], "continuation": "d", "answer": 0})
+    assert schema == [Request([bos, *b"axd"], 2), Request([bos, *b"bcxd"], 2)]
+    schema = requests({"contexts": ["a", "a"], "continuation": "d", "answer": 0})
+    assert schema == [Request([bos, *b"ad"], 2)] * 2  # BOS is no target
+    assert requests({"context": "a \n", "continuation": "x"}) == [Request([bos, *b"a \nx"], 3)]
+    with pytest.raises(ConfigError, match=r"line 1: 'xxxxxxxx' has 8 tokens .* expected 1 to 7"):
+        requests({"context": "a", "continuation": "x" * 8})
+
+
+def test_a_context_whose_tokens_change_with_the_continuation_is_refused_by_core(tmp_path: Path) -> None:
+    class Pairs(Bytes().build().__class__):  # type: ignore[misc]
+        def encode(self, text: str) -> list[int]:
+            return [hash(text[i : i + 2]) for i in range(0, len(text), 2)]
+
+    line = {"context": "abc", "continuation": "de"}
+    (tmp_path / "t.jsonl").write_text(json.dumps(line))
+    task = Task(name="t", path=str(tmp_path / "t.jsonl"), protocol="core")
+    with pytest.raises(ConfigError, match=r"t.jsonl, line 1: the tokens of the context are not the first"):
+        open_task(task, Pairs(), 8)
 
 
 def test_a_continuation_that_is_too_long_is_named(tmp_path: Path) -> None:
@@ -77,23 +117,54 @@ def test_a_continuation_that_is_too_long_is_named(tmp_path: Path) -> None:
 def test_batches_have_every_request_once_and_bounded_size() -> None:
     rng = random.Random(0)
     requests = [Request([0] * rng.randint(2, 40), 1) for _ in range(200)]
-    batches = batched(requests, max_tokens=100)
-    assert sorted(i for batch in batches for i in batch) == list(range(200))
-    lengths = [[len(requests[i].tokens) - 1 for i in batch] for batch in batches]
+    batches = batched(make_rows(requests, [1] * 200, 100), max_tokens=100)
+    assert sorted(i for batch in batches for row in batch for i in row.numbers) == list(range(200))
+    lengths = [[row.length for row in batch] for batch in batches]
     assert all(max(batch) * len(batch) <= 100 for batch in lengths)
     flat = [length for batch in lengths for length in batch]
-    assert flat == sorted(flat, reverse=True)
+    assert flat == sorted((len(request.tokens) - 1 for request in requests), reverse=True)
     assert len(batches) < sum(flat) / 100 * 1.3  # little padding
-    assert batched([Request([0] * 50, 1)] * 2, max_tokens=10) == [[0], [1]]
+    long = make_rows([Request([0] * 50, 1)] * 2, [1, 1], 10)
+    assert batched(long, max_tokens=10) == [[long[0]], [long[1]]]
     assert batched([], max_tokens=10) == []
 
 
+def test_choices_share_the_tokens_before_the_last_one_of_their_context() -> None:
+    """The last one predicts their first tokens, which differ."""
+    choices = [Request([1, 2, 3, 4, 5], 2), Request([1, 2, 3, 6], 1)]
+    schema = [Request([1, 2, 7, 8], 2), Request([1, 2, 9, 9, 8], 2), Request([1, 2, 8], 0)]
+    others = [Request([1, 2], 1), Request([3, 2], 1)]
+    requests = [*choices, *schema, *others, Request([1, 2, 3], 2)]
+    rows = make_rows(requests, [2, 3, 2, 1], 8)
+    assert rows == [
+        Row(choices, range(2), 2),
+        Row(schema, range(2, 5), 1),
+        Row(others[:1], [5]),
+        Row(others[1:], [6]),
+        Row(requests[7:], range(7, 8)),
+    ]
+    assert [row.length for row in rows] == [5, 7, 1, 1, 2]
+    assert [row.num_shared for row in make_rows(requests, [2, 3, 2, 1], 6)] == [2, 0, 0, 0, 0, 0, 0]
+    # Those that share come first, and are not mixed with others.
+    assert batched(rows, 100) == [[rows[1], rows[0]], [rows[4], rows[2], rows[3]]]
+    batch, segments = make_task_batch([rows[1], rows[0]])
+    assert segments is not None
+    assert batch.positions is not None
+    assert batch.inputs.tolist() == [[1, 2, 7, 2, 9, 9, 2], [1, 2, 3, 4, 3, 0, 0]]
+    assert batch.positions.tolist() == [[0, 1, 2, 1, 2, 3, 1], [0, 1, 2, 3, 2, 0, 0]]
+    assert segments.tolist() == [[0, 1, 1, 2, 2, 2, 3], [0, 0, 1, 1, 2, 0, 0]]
+    no = IGNORE
+    assert batch.targets.tolist() == [[no, 7, 8, no, 9, 8, no], [no, no, 4, 5, 6, no, no]]
+    assert batch.num_targets == 7
+
+
 def test_a_batch_scores_only_the_continuations() -> None:
-    batch = make_task_batch([Request([5, 6, 7, 8], 2), Request([9, 4], 1)])
-    assert batch.inputs.tolist() == [[5, 6, 7], [9, 0, 0]]
-    assert batch.targets.tolist() == [[IGNORE, 7, 8], [4, IGNORE, IGNORE]]
-    assert batch.num_targets == 3
-    padding = make_task_batch([])
+    rows = make_rows([Request([5, 6, 7, 8], 2), Request([9, 4], 1), Request([5, 6], 0)], [1, 1, 1], 9)
+    batch, segments = make_task_batch(rows)
+    assert batch.inputs.tolist() == [[5, 6, 7], [9, 0, 0], [5, 0, 0]]
+    assert batch.targets.tolist() == [[IGNORE, 7, 8], [4, IGNORE, IGNORE], [IGNORE] * 3]
+    assert (batch.num_targets, segments) == (3, None)
+    padding, _ = make_task_batch([])
     assert padding.inputs.shape == (1, 1)
     assert padding.targets.tolist() == [[IGNORE]]
 
@@ -115,6 +186,41 @@ def test_metrics_of_multiple_choice() -> None:
     assert metrics == {
         "tasks/t/acc": 0.5, "tasks/t/acc_norm": 0.0, "tasks/t/acc_bytes": 0.0, "tasks/t/acc_stderr": 0.5,
     }  # fmt: skip
+
+
+def test_metrics_of_a_schema() -> None:
+    questions = [Question("", ("x",), answer, 1, ("a", "b")) for answer in (0, 1)]
+    metrics = scored(questions, [[-2.0, 1], [-3.0, 0], [-1.0, 1], [-1.0, 0]])
+    assert metrics == {"tasks/t/acc": 0.5, "tasks/t/acc_stderr": 0.5}  # of equal ones the first is chosen
+
+
+def test_core_compares_choices_per_token() -> None:
+    questions = [Question("c", ("a", "b", "c"), answer, 1) for answer in (1, 0)]
+    scores = np.array([[-2.0, 1], [-3.0, 1], [0.0, 0], [0.0, 0], [-3.0, 1], [-2.0, 1]])
+    requests = [Request([0] * 4, num) for num in (1, 2, 0, 0, 2, 1)]
+    task = OpenTask(Task(name="t", path="t.jsonl", protocol="core"), questions, requests)
+    # A choice without targets is chosen if it is the first one.
+    assert task.metrics(scores) == {"tasks/t/acc": 1.0, "tasks/t/acc_stderr": 0.0}
+
+
+def test_groups_have_the_mean_of_centered_accuracies() -> None:
+    choice = [Question("c", ("a", "b"), answer, 1) for answer in (0, 0, 0, 1)]
+    schema = [Question("", ("x",), 0, 1, ("a", "b", "c", "d", "e"))]
+    requests = [Request([0, 1], 1)] * 8
+
+    def opened(name: str, questions: list[Question], **keys: Any) -> OpenTask:
+        return OpenTask(Task(name=name, path="t.jsonl", **keys), questions, requests)
+
+    tasks = [opened("a", choice, group="g"), opened("b", schema, group="g"), opened("c", choice)]
+    scores = [np.array([[-1.0, 0], [-2.0, 0]] * 4), np.array([[-2.0, 0], *[[-1.0, 0]] * 4])]
+    metrics = task_metrics(tasks, [*scores, scores[0]], "ema_")
+    assert [metrics[f"tasks/{name}/ema_acc"] for name in "abc"] == [0.75, 0.0, 0.75]
+    assert metrics["tasks/g/ema_centered"] == pytest.approx((0.5 - 0.25) / 2)
+    assert {key.split("/")[1] for key in metrics if key.endswith("centered")} == {"g"}
+    tasks[1] = opened("b", schema, group="g", chance=0.5)
+    assert task_metrics(tasks[:2], scores)["tasks/g/centered"] == pytest.approx((0.5 - 1) / 2)
+    cloze = opened("d", [Question("c", ("x",), None, 1)])
+    assert (cloze.chance, tasks[0].chance) == (0, 0.5)
 
 
 def test_metrics_of_a_cloze() -> None:
@@ -160,6 +266,16 @@ def test_samples_show_the_choices_with_their_log_likelihoods() -> None:
     ]
     assert sample(questions, scores, 9).startswith(f"{first}\n\n{second}\n\ntask t, line 7: right\n")
     assert sample(questions, scores, 0) == ""
+
+
+def test_samples_of_a_schema() -> None:
+    question = Question("", (" so",), 0, 3, ("It is", "They are"))
+    assert sample([question], [[-1.5, 0], [-2.0, 1]], 1).splitlines() == [
+        "task t, line 3: right",
+        "... so",
+        "     -1.5000  'It is'  (right, chosen)",
+        "     -2.0000  'They are'",
+    ]
 
 
 def test_samples_of_a_cloze() -> None:

@@ -12,6 +12,7 @@ from titanlite.tasks.task import Question, Task, read_questions
 
 CHOICE = {"context": "c", "choices": ["a", "b"], "answer": 1}
 CLOZE = {"context": "", "continuation": "x"}
+SCHEMA = {"contexts": ["a", "b"], "continuation": "x", "answer": 1}
 
 
 def task(folder: Path, *lines: object, limit: int = -1) -> Task:
@@ -27,6 +28,10 @@ def test_questions_of_a_file(tmp_path: Path) -> None:
     assert questions == [Question("c", ("a", "b"), 1, 1), Question("c", ("a", "b"), 0, 3)]
     assert read_questions(task(tmp_path, CLOZE)) == [Question("", ("x",), None, 1)]
     assert len(read_questions(task(tmp_path, CLOZE, CLOZE, "not JSON", limit=2))) == 2
+    (schema,) = read_questions(task(tmp_path, SCHEMA))
+    assert schema == Question("", ("x",), 1, 1, ("a", "b"))
+    assert schema.options(" ") == [("a", "x"), ("b", "x")]
+    assert questions[0].options(", ") == [("c", ", a"), ("c", ", b")]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +48,11 @@ def test_questions_of_a_file(tmp_path: Path) -> None:
         ({**CHOICE, "answer": -1}, "answer is -1, expected 0 to 1"),
         ({**CHOICE, "answer": "a"}, "answer is 'a', not an integer"),
         ({**CHOICE, "answer": True}, "answer is True, not an integer"),
-        (CLOZE, "choices and continuations are mixed; put them into two tasks"),
+        (CLOZE, "multiple choice and cloze are mixed; put them into two tasks"),
+        (SCHEMA, "multiple choice and schema are mixed; put them into two tasks"),
+        ({**SCHEMA, "contexts": ["a"]}, "a question has at least 2 contexts, this one has 1"),
+        ({**SCHEMA, "continuation": 3}, "continuation is 3, not a string"),
+        ({**SCHEMA, "continuation": ""}, "a choice or continuation is empty"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: object, reason: str) -> None:
@@ -65,7 +74,11 @@ def test_files_without_questions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "keys", [{"name": "a/b"}, {"name": ""}, {"limit": 0}, {"limit": -2}, {"num_samples": -1}]
+    "keys",
+    [
+        *({"name": "a/b"}, {"name": ""}, {"limit": 0}, {"limit": -2}, {"num_samples": -1}),
+        *({"group": "a/b"}, {"chance": 1.0}, {"chance": -0.1}, {"protocol": "core", "add_bos": False}),
+    ],
 )
 def test_wrong_values_of_keys(keys: dict) -> None:
     with pytest.raises(ConfigError):

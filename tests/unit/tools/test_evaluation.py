@@ -83,6 +83,12 @@ CLOZES = [
     {"context": "self." * 40, "continuation": "self"},
     *({"context": "abc", "continuation": text} for text in (*" abcdefghij", " a", " b", " j", "the")),
 ]
+SCHEMAS = [
+    {"contexts": ["The def of main", "The class"], "continuation": " number 5 is", "answer": 0},
+    {"contexts": ["return x ", "return self.x", "not "], "continuation": "in the list", "answer": 2},
+    {"contexts": ["def f(x):\n    " * 20, "f"], "continuation": "return x", "answer": 1},  # truncated
+    {"contexts": [" ", "abc"], "continuation": "x", "answer": 0},
+]
 FAMILIES = {  # and overrides of the base job
     "llama3": [],
     "gemma3": [],
@@ -94,6 +100,10 @@ FAMILIES = {  # and overrides of the base job
 MULTIPLE_CHOICE = {
     "output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer",
     "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}, {"metric": "acc_bytes"}],
+}  # fmt: skip
+SCHEMA = {
+    "output_type": "multiple_choice", "doc_to_text": "answer", "doc_to_choice": "contexts",
+    "doc_to_target": "{{continuation}}", "target_delimiter": "", "metric_list": [{"metric": "acc"}],
 }  # fmt: skip
 CLOZE = {
     "output_type": "loglikelihood", "doc_to_target": "{{continuation}}",
@@ -117,7 +127,11 @@ def test_tasks_have_the_harness_results(tmp_path: Path, corpus: Path, family: st
     from lm_eval import simple_evaluate
 
     tasks, configs = [], []
-    for name, lines, config in (("choices", CHOICES, MULTIPLE_CHOICE), ("clozes", CLOZES, CLOZE)):
+    for name, lines, config in (
+        ("choices", CHOICES, MULTIPLE_CHOICE),
+        ("schemas", SCHEMAS, SCHEMA),
+        ("clozes", CLOZES, CLOZE),
+    ):
         file = tmp_path / f"{name}.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
         tasks.append(f"{{name = '{name}', path = '{file}', add_bos = {str(add_bos).lower()}}}")
