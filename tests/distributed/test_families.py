@@ -279,6 +279,7 @@ FAMILIES = {
     ],
     "gpt": [
         *("--model.name=gpt", "--model.overrides.sliding_window=9", "--model.overrides.layer_pattern=SL"),
+        "--optimizer.lr=1e-2",
         *("--data.packing=best_fit", "--data.mask_documents=true"),
     ],
     "qwen3_5": [

@@ -82,7 +82,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shape": {"n_kv_heads": 4, "rope_head_dim": 4, "v_head_dim": 4},
     },
     "linear attention": {"family": "qwen3_5"},
-}
+    "tokens that see the one before": {
+        "family": "gpt", "shape": {"sliding_window": 3, "layer_pattern": "SL", "zero_init": False},
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -97,7 +100,11 @@ def test_choices_have_the_scores_of_single_requests(name: str, monkeypatch: pyte
     assert bool(shared) == (name != "linear attention")
     assert together == pytest.approx(single, rel=1e-5)
     if shared:  # controls: choices that see each other, and positions that count their tokens
-        for wrong in (lambda s, p: attention(s * 0, p), lambda s, p: attention((s > 0).long(), p)):
+        for wrong in (
+            lambda tokens, s, p: attention(tokens, s * 0, p),
+            lambda tokens, s, p: attention(tokens, (s > 0).long(), p),
+            *([lambda tokens, s, p: attention(tokens * 0, s, p)] if name.startswith("tokens") else []),
+        ):
             monkeypatch.setattr(sharded_model, "for_shared_prefix", wrong)
             assert scores(1, layout) != pytest.approx(single, rel=1e-5)
 

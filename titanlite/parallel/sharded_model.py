@@ -361,7 +361,7 @@ class ShardedModel:
         else:
             assert batch.positions is not None
             positions_BT, num_segments = F.pad(batch.positions, padding), int(segments_BT.max())
-            attention = for_shared_prefix(F.pad(segments_BT, padding), positions_BT)
+            attention = for_shared_prefix(batch.inputs, F.pad(segments_BT, padding), positions_BT)
             inputs = Inputs(batch.inputs, positions_BT, attention, head_fn)
             shape = [len(targets), num_segments, 2]
         with torch.compiler.set_stance("force_eager"):  # requests have many lengths: avoid a graph per length
