@@ -25,6 +25,10 @@ A shared expert is a further MLP, of which the product and the output are kept.
 
 With a gate after attention (Qwen3.5): gate_q, gated   q   the gate, and the input of the last layer.
 
+An MLP without a gate has no `gate` (gpt); a value embedding (gpt) is kept for the gradient of its gate:
+
+    embedded  kv   value embedding of the token
+
 With a gated delta net in place of attention, of k key features and v features and H heads of values:
 
     mixed  2k + v  input of the convolution       q, k    k   normalised queries and keys
@@ -61,6 +65,7 @@ MODULE_OF = {
     "n1": NORMS, "n2": NORMS, "norm1": NORMS, "norm2": NORMS,
     "raw": ATTENTION, "q": ATTENTION, "k": ATTENTION, "v": ATTENTION, "out": ATTENTION, "lse": ATTENTION,
     "gate_q": ATTENTION, "gated": ATTENTION, "mixed": ATTENTION, "z": ATTENTION, "rule": ATTENTION,
+    "embedded": ATTENTION,
     "gate": MLP, "silu": MLP, "up": MLP, "product": MLP,
     "routed": MLP, "routing": MLP, "received": MLP,
     "shared": MLP, "shared_gate": MLP, "shared_out": MLP,
@@ -111,6 +116,8 @@ class BlockShape:
     shared: int = 0
     gates_attention: bool = False
     is_linear: bool = False
+    gates_mlp: bool = True
+    has_value_embedding: bool = False
 
     @classmethod
     def of_blocks(cls, net: Decoder, **how: int | bool) -> list[BlockShape]:
@@ -136,7 +143,8 @@ class BlockShape:
                 "num_chosen": config.n_experts_per_token,
                 "shared": getattr(config, "shared_hidden_dim", 0),
             }
-        names = dict(block.named_parameters())
+        names, modules = dict(block.named_parameters()), [name for name, _ in block.named_modules()]
+        norms = [name for name in modules if "norm" in name and "attn" not in name]
         heads, q, kv = config.n_heads, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
         delta_net = next((m for m in block.modules() if isinstance(m, GatedDeltaNet)), None)
         if delta_net is not None:
@@ -148,12 +156,14 @@ class BlockShape:
             kv=kv,
             h=hidden,
             heads=heads,
-            normalizes_heads=any("attn" in name and "norm" in name for name in names),
-            num_norms=sum("norm" in name and "attn" not in name for name in names),
-            norms_inputs="post_feedforward_layernorm.weight" not in names
-            or "input_layernorm.weight" in names,
+            normalizes_heads=getattr(config, "norms_heads", False)
+            or any("attn" in name and "norm" in name for name in modules),
+            num_norms=len(norms),
+            norms_inputs="post_feedforward_layernorm" not in norms or "input_layernorm" in norms,
             gates_attention=delta_net is None and len(names.get("self_attn.q_proj.weight", ())) > q,
             is_linear=delta_net is not None,
+            gates_mlp="mlp.up_proj" not in modules or "mlp.gate_proj" in modules,
+            has_value_embedding="self_attn.value_embedding" in modules,
             **experts,
             **how,
         )
@@ -172,6 +182,8 @@ class BlockShape:
             "up": self.h * size / tp,
             "product": self.h * size / tp,
         }
+        if self.has_value_embedding:
+            kept["embedded"] = self.kv * size / tp
         if self.num_norms > 2:
             kept |= {"attended": self.d * size / tp, "added": self.d * size / tp}
         if self.num_experts:
@@ -205,6 +217,8 @@ class BlockShape:
             kept |= {name: max(read, kept.get(name, 0.0)) for name, read in inputs.items()}
             output = self.d * size / tp
             kept |= {"attended": kept.pop("norm1", output), "added": kept.pop("norm2", output)}
+        if not self.gates_mlp:  # relu(up)^2 keeps relu(up), and its result is the product
+            kept |= {"gate": 0.0, "silu": 0.0}
         return kept
 
     def _attention(self) -> dict[str, float]:
@@ -316,6 +330,8 @@ def _selective(shape: BlockShape, tensors: Mapping[str, float], option: str, gat
     if option == "op":
         names = OP_OF_LINEAR if shape.is_linear else OP
         names = names | (OP_OF_EXPERTS if shape.num_experts else OP_OF_MLP)[shape.is_linear]
+        if not shape.gates_mlp:  # the gate of a value embedding is one more product before attention's last
+            names = OP | ({"x2"} if shape.has_value_embedding else {"up"})
         kept = sum(size for name, size in tensors.items() if name in names) + shape.d * shape.size / shape.tp
         kept -= tensors["x"]
         others = gathered - tensors["v"] if gathered else 0.0
@@ -337,6 +353,9 @@ def _selective(shape: BlockShape, tensors: Mapping[str, float], option: str, gat
     hidden = shape.h * max(shape.num_experts, 1) // shape.num_chosen
     num_matrices = (2, 3) if shape.is_linear else (2 + shape.gates_attention, 2)  # of q and of kv features
     attention = num_matrices[0] * shape.q + num_matrices[1] * shape.kv
-    matrices = {ATTENTION: shape.d * attention, MLP: 3 * shape.d * (hidden + shape.shared)}
+    matrices = {
+        ATTENTION: shape.d * attention,
+        MLP: (2 + shape.gates_mlp) * shape.d * (hidden + shape.shared),
+    }
     casts = 1 - sum(matrices.get(m, 0) for m in modules) / sum(matrices.values())
     return Kept(total - size + inputs, size, casts, repeats_mlp=MLP in modules)
