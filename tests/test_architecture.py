@@ -17,7 +17,7 @@ LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
     {"files", "errors"},
     {"config", "log", "host_copy", "step_clock", "torch_compat"},
     {"options", "progress", "table", "parallelism", "cross_entropy_kernel", "storage"},
-    {"commands"},
+    {"commands", "object_store"},
     {"attention", "tokenizers", "losses", "mesh", "ranks", "flops"},
     {"data", "models"},
     {"optim", "tasks"},
