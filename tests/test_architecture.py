@@ -22,7 +22,7 @@ LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
     {"data", "models"},
     {"optim", "tasks"},
     {"checkpoint", "parallel", "runtime", "prepare"},
-    {"metrics"},
+    {"metrics", "fetch"},
     {"interop"},
     {"evaluate", "generate", "stages"},
     {"job"},

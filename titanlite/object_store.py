@@ -37,7 +37,8 @@ from pathlib import PurePath, PurePosixPath
 from typing import Any, ClassVar, NamedTuple
 
 from titanlite.config.component import ConfigError
-from titanlite.storage import FolderId, Lock, NewFile, P, Storage
+from titanlite.config.paths import expand_home
+from titanlite.storage import FolderId, Lock, NewFile, P, Storage, parse_path
 
 COMMIT, SEGMENTS = "COMMIT", ".segments"
 PARTIAL = re.compile(r"\.partial-(.+)-([0-9a-f]{8})")
@@ -312,6 +313,12 @@ def _client(path: PurePath) -> Any:
                 bucket, config=config, client_options={"allow_http": True}, retry_config=RETRIES
             )
     return _clients[scheme, bucket]
+
+
+def location(text: str) -> PurePath:
+    """The path that a word of a command names: of the local disk, or a URL of a storage. Raises
+    ConfigError."""
+    return parse_path(expand_home(text))
 
 
 def forget_clients() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.buckets import KEYS
 from tests.support.jobs import make_job
-from titanlite import object_store
+from titanlite import cli, object_store
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.digest import write_file
 from titanlite.checkpoint.lock import FolderLock
@@ -325,3 +325,50 @@ def test_a_wrong_path_and_a_missing_bucket_are_one_line(
             make_job(tmp_path, corpus, f"--job.dump_folder={text}")
     with pytest.raises(ConfigError, match=r"cannot be written to.*NoSuchBucket"):
         FolderLock(parse_path("s3://there-is-no-such-bucket/run")).take()
+
+
+def test_commands_read_a_run_in_a_bucket(
+    tmp_path: Path,
+    corpus: Path,
+    folder: PurePath,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user_cache"))
+    assert train(make_job(tmp_path, corpus, *RUN, f"--job.dump_folder={folder}", "--training.steps=4")) == 0
+    capsys.readouterr()
+
+    def run(*words: str) -> str:
+        assert cli.run([*words]) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    url = str(folder)
+    assert "4  " in run("checkpoint", "list", url)
+    assert "step-4: good" in run("checkpoint", "verify", url)
+    assert "model: 20 tensors" in run("checkpoint", "show", url)
+    run("checkpoint", "digest", f"{url}/checkpoint/step-4")
+    assert "step-4" in run("export", url, str(tmp_path / "export"))
+    assert run("generate", url, "--prompt=a", "--max-new-tokens=3").startswith("a")
+    run("report", url, "-o", str(tmp_path / "report.html"))
+    average = ("checkpoint", "average", url, "--last=2", "-o", str(tmp_path / "average"))
+    assert "steps 2, 4" in run(*average)
+    start = f"--checkpoint.initial_load_path={url}/checkpoint/step-4"
+    second = make_job(tmp_path, corpus, *RUN, start, "--training.steps=1", name="second")
+    assert train(second) == 0
+    # A copy is made once, and only of whole checkpoints.
+    copies = list((tmp_path / "user_cache/titanlite/fetched").glob("*/step-4"))
+    assert len(copies) == 1
+    keys = object_store._resolved(folder / "checkpoint/step-2")
+    object_store._put(folder, f"{keys}/__0_0.distcp", b"damage")
+    assert cli.run(["export", f"{url}/checkpoint/step-2", str(tmp_path / "other")]) == 3
+    assert "is damaged" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_command_without_buckets_refuses_a_url(
+    folder: PurePath, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["report", "outputs/a", "-o", f"{folder}/report.html"]) == 2
+    error = capsys.readouterr().err
+    assert "takes a path on a local disk, not a URL" in error
+    assert error.count("\n") == 1
