@@ -507,18 +507,27 @@ class _Ranges(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        end = min(self._at + len(buffer), self._size)
-        if end <= self._at:
-            return 0
-        with _errors(self._path):
-            data = bytes(_client(self._path).get_range(self._key, start=self._at, end=end))
-        if len(data) != end - self._at:
-            raise OSError(
-                errno.EREMOTEIO, f"{len(data)} of {end - self._at} bytes came back", str(self._path)
-            )
+        data = self._range(min(self._at + len(buffer), self._size))
         buffer[: len(data)] = data
-        self._at = end
         return len(data)
+
+    def readall(self) -> bytes:
+        return self._range(self._size)
+
+    def _range(self, end: int) -> bytes:
+        """The bytes from here to `end`, by parallel requests."""
+        starts = range(self._at, end, READ_BYTES)
+        if not starts:
+            return b""
+        ends = [min(start + READ_BYTES, end) for start in starts]
+        with _errors(self._path):
+            ranges = _client(self._path).get_ranges(self._key, starts=list(starts), ends=ends, coalesce=0)
+        data = b"".join(map(bytes, ranges))
+        if len(data) != end - self._at:
+            problem = f"{len(data)} of {end - self._at} bytes came back"
+            raise OSError(errno.EREMOTEIO, problem, str(self._path))
+        self._at = end
+        return data
 
 
 class _NewObject:
@@ -628,11 +637,17 @@ class _Lease(Lock):
         return bool(_now(self._path) - meta["last_modified"] > LEASE)
 
     def _write(self, mode: Any) -> None:
+        """Replace the object under a condition. After a lost answer, a repeated request finds the object that
+        the first one has written."""
         content = {"token": self._token, "text": self._text, "host": socket.gethostname(), "pid": os.getpid()}
-        with _errors(self._path):
-            result = _client(self._path).put(
-                self._key, json.dumps(content).encode(), mode=mode, use_multipart=False
-            )
+        data = json.dumps(content).encode()
+        try:
+            with _errors(self._path):
+                result = _client(self._path).put(self._key, data, mode=mode, use_multipart=False)
+        except OSError as e:
+            result, found = self._read() if e.errno in (errno.EEXIST, errno.ESTALE) else (None, {})
+            if found != content:
+                raise
         self._version = _version_of(result)
 
     def _renew(self) -> None:

@@ -7,14 +7,16 @@ import errno
 import json
 import multiprocessing
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
 
-from tests.support.buckets import KEYS
+from tests.support.buckets import KEYS, faulty_proxy, s3_server, seaweedfs
 from tests.support.jobs import make_job
+from tests.support.tiers import full
 from titanlite import cli, object_store
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.digest import write_file
@@ -27,6 +29,14 @@ RUN = [
     "--checkpoint.interval=2", "--checkpoint.keep_latest_k=2", "--generation.freq=3",
     "--generation.prompts=['a']", "--metrics.sinks=[]",
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["moto", full("seaweedfs")])
+def s3_endpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of an S3 server."""
+    server = s3_server() if request.param == "moto" else seaweedfs(tmp_path_factory.mktemp("seaweedfs"))
+    with server as endpoint:
+        yield endpoint
 
 
 @pytest.fixture
@@ -372,3 +382,32 @@ def test_a_command_without_buckets_refuses_a_url(
     error = capsys.readouterr().err
     assert "takes a path on a local disk, not a URL" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("seed", [0, *(full(seed) for seed in range(1, 6))])
+def test_faults_of_the_network_change_nothing(
+    folder: PurePath, s3_endpoint: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request in five is refused, torn, slow, carried out without an answer, or not carried out."""
+    backoff = {"init_backoff": timedelta(seconds=0.01), "max_backoff": timedelta(seconds=0.1), "base": 2}
+    monkeypatch.setattr(object_store, "RETRIES", {"max_retries": 20, "backoff": backoff})
+    checkpoints, large = folder / "checkpoint", os.urandom(object_store.SMALL_BYTES + 12345)
+    with faulty_proxy(s3_endpoint, seed) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        with FolderLock(folder) as lock:
+            lock.take()
+            lock.write_owner()
+            for step in (1, 2, 3):
+                save(checkpoints, step, large if step == 3 else b"weights")
+                storage_of(folder).append(folder / "metrics.jsonl", f"{step}\n".encode())
+            commit.retain(checkpoints, keep_latest=2)
+            commit.archive_after(checkpoints, 2)
+            save(checkpoints, 3, b"again")
+            lock.renew()
+        assert {step: commit.fault(path) for step, path in commit.list_committed(checkpoints)} == {
+            2: None, 3: None,
+        }  # fmt: skip
+        assert content(checkpoints, "archived-0/step-3/__0_0.distcp") == large
+        assert content(checkpoints, "step-3/__0_0.distcp") == b"again"
+        assert content(folder, "metrics.jsonl") == b"1\n2\n3\n"
+    assert sum(proxy.counts.values()) - proxy.counts[""] > 10, proxy.counts

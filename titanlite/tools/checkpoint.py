@@ -94,7 +94,7 @@ def _list(paths: list[PurePath]) -> int:
         line = f"{step:>10}  {m['saved_at']:25}  {size:>10}  {m['ranks']:>5}  {', '.join(notes)}"
         _print(line.rstrip())
     disk = storage_of(folder)
-    for path in sorted([*disk.list(folder), *disk.list(folder, ".partial-*")]):
+    for path in sorted({*disk.list(folder), *disk.list(folder, ".partial-*")}):
         if path.name.startswith(".partial-"):
             _print(f"{path.name}: being written, or left by a killed run; the next start removes it")
         elif path.name.startswith("quarantined-"):
