@@ -24,22 +24,26 @@ import errno
 import io
 import json
 import os
+import random
 import re
 import socket
 import threading
+import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
+from operator import methodcaller
 from pathlib import PurePath, PurePosixPath
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from titanlite.config.component import ConfigError
 from titanlite.config.paths import expand_home
 from titanlite.storage import FolderId, Lock, NewFile, P, Storage, parse_path
 
+T = TypeVar("T")
 COMMIT, SEGMENTS = "COMMIT", ".segments"
 PARTIAL = re.compile(r"\.partial-(.+)-([0-9a-f]{8})")
 RENAMED = re.compile(r"(?:\.trash-|quarantined-)?step-\d+(?:-.*)?")  # names of folders with a COMMIT
@@ -94,8 +98,7 @@ class ObjectStore(Storage):
         prefix = _resolved(path)
         if prefix is None or RENAMED.fullmatch(path.name):
             return prefix is not None
-        with _errors(path):
-            return any(len(chunk) for chunk in _client(path).list(prefix, chunk_size=1))
+        return _request(path, lambda client: any(len(chunk) for chunk in client.list(prefix, chunk_size=1)))
 
     def size(self, path: PurePath) -> int:
         size = self._size(path)
@@ -107,8 +110,7 @@ class ObjectStore(Storage):
         prefix = _resolved(folder)
         if prefix is None:
             return []
-        with _errors(folder):
-            listed = _client(folder).list_with_delimiter(prefix)
+        listed = _request(folder, lambda client: client.list_with_delimiter(prefix))
         files = {PurePosixPath(item["path"]).name for item in listed["objects"]} - {COMMIT}
         folders = {PurePosixPath(name).name for name in listed["common_prefixes"]}
         names = files | {name.removesuffix(SEGMENTS) for name in folders}
@@ -143,8 +145,7 @@ class ObjectStore(Storage):
             return
         tail = Tail(segments.generation + 1, 0, data)
         _put(path, _segment_key(key, tail), data)
-        with _errors(path):
-            _client(path).delete([*segments.keys, *segments.outdated, key])
+        _request(path, lambda client: client.delete([*segments.keys, *segments.outdated, key]))
         _tails[str(path)] = tail
 
     def append(self, path: PurePath, data: bytes) -> None:
@@ -160,8 +161,7 @@ class ObjectStore(Storage):
         tail = tail._replace(data=tail.data + data)
         _put(path, _segment_key(key, tail), tail.data)
         if str(path) not in _tails:
-            with _errors(path):
-                _client(path).delete([key])
+            _request(path, lambda client: client.delete([key]))
         _tails[str(path)] = tail
 
     def rename(self, path: PurePath, target: PurePath) -> None:
@@ -175,21 +175,16 @@ class ObjectStore(Storage):
         pointer = {"keys": keys, "from": None if is_partial else _key(path)}
         _create(target, f"{_key(target)}/{COMMIT}", json.dumps(pointer).encode())
         if not is_partial:
-            with _errors(path):
-                _client(path).delete([f"{_key(path)}/{COMMIT}"])
+            _request(path, lambda client: client.delete([f"{_key(path)}/{COMMIT}"]))
 
     def delete(self, path: PurePath) -> None:
         prefix = _resolved(path)
         if prefix is None or (PARTIAL.fullmatch(path.name) and self._may_be_written(path, prefix)):
             return
-        with _errors(path):
-            client = _client(path)
-            keys = [
-                item["path"] for below in (prefix, f"{prefix}{SEGMENTS}") for item in _listed(path, below)
-            ]
-            client.delete([*keys, *([] if keys else [prefix])])
-            if RENAMED.fullmatch(path.name):
-                client.delete([f"{_key(path)}/{COMMIT}"])
+        below = [*_listed(path, prefix), *_listed(path, f"{prefix}{SEGMENTS}")]
+        _request(path, lambda client: client.delete([item["path"] for item in below] or [prefix]))
+        if RENAMED.fullmatch(path.name):
+            _request(path, lambda client: client.delete([f"{_key(path)}/{COMMIT}"]))
         _tails.pop(str(path), None)
 
     def make_folder(self, path: PurePath) -> None:
@@ -222,8 +217,7 @@ class ObjectStore(Storage):
         """Copy a small file, and delete the first."""
         key, new_key = _existing(path), _existing(target)
         _create(target, new_key, _get(path, key))
-        with _errors(path):
-            _client(path).delete([key])
+        _request(path, lambda client: client.delete([key]))
 
     def _unfinished(self, folder: PurePath, names: Sequence[str]) -> Sequence[str]:
         """The names of folders of checkpoints whose keys no COMMIT names. `names`: of folders of
@@ -231,8 +225,8 @@ class ObjectStore(Storage):
         committed = {pointer["keys"] for _, pointer in _pointers(folder)}
         found: Any = []
         for name in names:
-            with _errors(folder):
-                below = _client(folder).list_with_delimiter(f"{_key(folder)}/{name}")["common_prefixes"]
+            prefix = f"{_key(folder)}/{name}"
+            below = _request(folder, methodcaller("list_with_delimiter", prefix))["common_prefixes"]
             parts = [PurePosixPath(prefix).name for prefix in below if prefix.rstrip("/") not in committed]
             found += [f".partial-{name}-{part}" for part in parts]
         return found
@@ -387,35 +381,30 @@ def _segment_key(key: str, tail: Tail) -> str:
 
 def _listed(path: PurePath, prefix: str) -> list[dict[str, Any]]:
     """Key, size and date of the objects below a prefix, in the bucket of `path`."""
-    with _errors(path):
-        return [item for chunk in _client(path).list(prefix) for item in chunk]
+    return _request(path, lambda client: [item for chunk in client.list(prefix) for item in chunk])
 
 
 def _head(path: PurePath, key: str) -> int | None:
     """The bytes of an object; None if there is none."""
     try:
-        with _errors(path):
-            return int(_client(path).head(key)["size"])
+        return int(_request(path, lambda client: client.head(key)["size"]))
     except FileNotFoundError:
         return None
 
 
 def _get(path: PurePath, key: str) -> bytes:
-    with _errors(path):
-        return bytes(_client(path).get(key).bytes())
+    return _request(path, lambda client: bytes(client.get(key).bytes()))
 
 
 def _put(path: PurePath, key: str, data: bytes) -> None:
-    with _errors(path):
-        _client(path).put(key, data, use_multipart=False)
+    _request(path, lambda client: client.put(key, data, use_multipart=False))
 
 
 def _create(path: PurePath, key: str, data: bytes) -> None:
     """Create an object. Raises FileExistsError if there is another. After a lost answer, a repeated request
     finds the object that the first one has created."""
     try:
-        with _errors(path):
-            _client(path).put(key, data, mode="create", use_multipart=False)
+        _request(path, lambda client: client.put(key, data, mode="create", use_multipart=False))
     except FileExistsError:
         if _get(path, key) != data:
             raise
@@ -425,9 +414,8 @@ def _now(path: PurePath) -> datetime:
     """The time by the store's clock."""
     key = f"{path.parts[1]}/.clock-{uuid.uuid4().hex[:8]}"
     _put(path, key, b"")
-    with _errors(path):
-        now: datetime = _client(path).head(key)["last_modified"]
-        _client(path).delete([key])
+    now: datetime = _request(path, lambda client: client.head(key)["last_modified"])
+    _request(path, lambda client: client.delete([key]))
     return now
 
 
@@ -436,13 +424,11 @@ def _check_conditions(path: PurePath) -> None:
     key = f"{_key(path.parent)}/.condition-{uuid.uuid4().hex[:8]}"
     _put(path, key, b"1")
     try:
-        with _errors(path):
-            _client(path).put(key, b"2", mode="create", use_multipart=False)
+        _request(path, lambda client: client.put(key, b"2", mode="create", use_multipart=False))
     except FileExistsError:
         return
     finally:
-        with _errors(path):
-            _client(path).delete([key])
+        _request(path, lambda client: client.delete([key]))
     raise OSError(
         errno.ENOTSUP, "this store ignores conditional writes (If-None-Match), which checkpoints need"
     )
@@ -450,6 +436,20 @@ def _check_conditions(path: PurePath) -> None:
 
 def _missing(path: PurePath) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, "there is no such object", str(path))
+
+
+def _request(path: PurePath, act: Callable[[Any], T]) -> T:
+    """The result of `act` for the client of the bucket of `path`. obstore itself repeats requests, but not
+    one whose answer ends in its middle."""
+    for pause_s in (0.1, 0.4, 1.6, 6.4, None):
+        try:
+            with _errors(path):
+                return act(_client(path))
+        except OSError as e:
+            if pause_s is None or e.errno != errno.EREMOTEIO or "body error" not in str(e):
+                raise
+            time.sleep(pause_s * random.uniform(0.5, 1.0))
+    raise AssertionError("the last attempt returns or raises")
 
 
 @contextmanager
@@ -520,8 +520,8 @@ class _Ranges(io.RawIOBase):
         if not starts:
             return b""
         ends = [min(start + READ_BYTES, end) for start in starts]
-        with _errors(self._path):
-            ranges = _client(self._path).get_ranges(self._key, starts=list(starts), ends=ends, coalesce=0)
+        options = {"starts": list(starts), "ends": ends, "coalesce": 0}
+        ranges = _request(self._path, lambda client: client.get_ranges(self._key, **options))
         data = b"".join(map(bytes, ranges))
         if len(data) != end - self._at:
             problem = f"{len(data)} of {end - self._at} bytes came back"
@@ -621,13 +621,17 @@ class _Lease(Lock):
     def _read(self) -> tuple[Any, dict[str, Any]]:
         """Version and date of the object, and its content; None and {} if there is none."""
         try:
-            with _errors(self._path):
-                result = _client(self._path).get(self._key)
-                return result.meta, json.loads(bytes(result.bytes()) or b"{}")
+            meta, content = _request(self._path, self._get)
         except FileNotFoundError:
             return None, {}
+        try:
+            return meta, json.loads(content or b"{}")
         except ValueError:  # not a lock of titanlite's; its age counts
-            return result.meta, {"token": "unknown"}
+            return meta, {"token": "unknown"}
+
+    def _get(self, client: Any) -> tuple[Any, bytes]:
+        result = client.get(self._key)
+        return result.meta, bytes(result.bytes())
 
     def _is_free(self, meta: Any, content: dict[str, Any]) -> bool:
         if not content.get("token"):
@@ -642,8 +646,9 @@ class _Lease(Lock):
         content = {"token": self._token, "text": self._text, "host": socket.gethostname(), "pid": os.getpid()}
         data = json.dumps(content).encode()
         try:
-            with _errors(self._path):
-                result = _client(self._path).put(self._key, data, mode=mode, use_multipart=False)
+            result = _request(
+                self._path, methodcaller("put", self._key, data, mode=mode, use_multipart=False)
+            )
         except OSError as e:
             result, found = self._read() if e.errno in (errno.EEXIST, errno.ESTALE) else (None, {})
             if found != content:
@@ -667,8 +672,7 @@ class _Lease(Lock):
         for pointer in pointers.values():
             before = f"{pointer['from']}/{COMMIT}"
             if pointer["from"] and pointers.get(before, {}).get("keys") == pointer["keys"]:
-                with _errors(self._path):
-                    _client(self._path).delete([before])
+                _request(self._path, methodcaller("delete", [before]))
 
 
 def _version_of(meta: Any) -> dict[str, str]:

@@ -65,6 +65,7 @@ def seaweedfs(folder: Path) -> Iterator[str]:
         program, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3",
         f"-master.port={first}", f"-volume.port={first + 1}", f"-filer.port={first + 2}",
         f"-s3.port={first + 3}", f"-s3.config={folder}/s3.json", "-master.volumeSizeLimitMB=512",
+        "-s3.port.iceberg=0", "-s3.port.lance=0", "-volume.max=1000",  # each bucket takes some volumes
     ]  # fmt: skip
     with (folder / "log.txt").open("w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -81,7 +82,7 @@ def seaweedfs(folder: Path) -> Iterator[str]:
                 time.sleep(0.5)
         yield endpoint
     finally:
-        server.terminate()
+        server.kill()  # at SIGTERM it waits for its clients
         server.wait()
 
 

@@ -54,7 +54,8 @@ def losses(folder: PurePath) -> list[tuple[int, float]]:
 
 
 def names(folder: PurePath) -> list[str]:
-    return sorted(path.name for path in storage_of(folder).list(folder))
+    """What is there, without hidden folders: SeaweedFS lists empty ones for a while."""
+    return sorted(path.name for path in storage_of(folder).list(folder, "[!.]*"))
 
 
 def save(folder: PurePath, step: int, text: bytes = b"weights") -> PurePath:
@@ -251,7 +252,7 @@ def test_an_unfinished_checkpoint_of_a_living_process_is_not_swept(
     assert storage_of(partial).read(partial / "a") == b"new"
     monkeypatch.setattr(object_store, "LEASE", timedelta(0))
     commit.clean(folder)
-    assert not storage_of(folder).list(folder, ".partial-*")
+    assert not object_store._listed(folder, "runs/first/step-5")
 
 
 def test_appends_survive_a_kill_and_a_replacement(folder: PurePath, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,11 +329,13 @@ def test_a_store_that_does_not_answer_is_one_line(refused: PurePath) -> None:
 
 
 def test_a_wrong_path_and_a_missing_bucket_are_one_line(
-    tmp_path: Path, corpus: Path, folder: PurePath
+    tmp_path: Path, corpus: Path, folder: PurePath, request: pytest.FixtureRequest
 ) -> None:
     for text in ("s3://bucket", "s3:///run", "s3://bucket/../run"):
         with pytest.raises(ConfigError, match="expected s3://BUCKET/FOLDER"):
             make_job(tmp_path, corpus, f"--job.dump_folder={text}")
+    if "seaweedfs" in request.node.name:  # it makes missing buckets
+        return
     with pytest.raises(ConfigError, match=r"cannot be written to.*NoSuchBucket"):
         FolderLock(parse_path("s3://there-is-no-such-bucket/run")).take()
 
