@@ -34,6 +34,7 @@ from titanlite.errors import LoaderError
 
 WINDOW_BYTES = 1 << 30  # downloaded ahead: minutes of training, so that a store may be away for as long
 POLL_S = 0.02  # between two looks at the position and at what readers wait for
+ADOPTED = 10_000  # entries of ended processes to take over at a time
 LOOK_S = 2.0  # between two looks at which other runs use the cache
 
 
@@ -112,9 +113,10 @@ class Downloader:
         wait(self._flying.values(), timeout_s, FIRST_COMPLETED)
         self._store(position)
         if time.monotonic() - self._looked > LOOK_S:
-            self._cache.find_others()
+            if self._cache.find_others():
+                self._last_adopted = -1
+            self._cache.share(self._horizon)
             self._looked = time.monotonic()
-        self._cache.share(self._horizon)
         return not (adopted or self._ahead or self._flying)
 
     def close(self) -> None:
@@ -124,10 +126,10 @@ class Downloader:
 
     def _adopt(self, position: int) -> int:
         """Take over some entries of ended processes that this run uses. Returns how many were looked at."""
-        ids = self._cache.of_ended(self._last_adopted, 10_000)
-        if ids:
-            self._last_adopted = ids[-1]
-            own = [id_ for id_ in ids if id_ // NUMBERS in self._packed]
+        ids = self._cache.of_ended(self._last_adopted, ADOPTED)
+        self._last_adopted = ids[-1] if len(ids) == ADOPTED else NEVER
+        own = [id_ for id_ in ids if id_ // NUMBERS in self._packed]
+        if own:
             self._cache.set_uses(self._next_uses(own, position))
         return len(ids)
 
@@ -219,7 +221,7 @@ class Downloads:
 
     def __init__(self, sequences: SequenceDataset, order: NodeOrder, max_bytes: int):
         self._owner_pid, context = os.getpid(), get_context("spawn")
-        self._position: Any = context.Value("q", order.micro_batches.first_sequence)
+        self._position: Any = context.Value("q", order.micro_batches.first_sequence, lock=False)
         arguments = sequences, order, max_bytes, self._position
         self._process = context.Process(
             target=begin_worker, args=(_download_all, arguments), name="downloads", daemon=True
@@ -257,7 +259,8 @@ def _download_all(arguments: tuple[SequenceDataset, NodeOrder, int, Any]) -> Non
     assert sequences.cache is not None
     downloader = Downloader(sequences, order, OwnedCache(sequences.cache.folder, max_bytes))
     while True:
-        downloader.cycle(position.value)
+        if downloader.cycle(position.value):
+            time.sleep(POLL_S)
 
 
 def _num_bytes(packed: PackedSequences) -> int:

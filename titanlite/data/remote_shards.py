@@ -39,7 +39,7 @@ FINAL = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ESTALE}
 
 
 class FileRange(NamedTuple):
-    """`length` tokens of a shard from `offset` on: of its ids (kind "tokens") or of its loss mask ("mask")."""
+    """`length` tokens of a shard from `offset` on: ids (kind "tokens") or loss mask ("mask")."""
 
     kind: str
     shard: int
@@ -189,7 +189,7 @@ class RemoteTokens(PreparedTokens):
         return super().__getstate__() | {"path": type(storage_of(self.path)), "_loaded": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, path=state["path"]().path(self._url))
+        self.__dict__.update(state, path=state["path"]().path(state["_url"]))
 
 
 def open_tokens(path: str, cache_dir: Path) -> PreparedTokens:

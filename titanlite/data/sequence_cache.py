@@ -21,13 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.component import ConfigError
+from titanlite.data.order import NEVER
 from titanlite.errors import LoaderError
 from titanlite.files import make_folder
 from titanlite.log import logger
 
 NUMBERS = 1 << 40  # sequences of one content: an entry's id is (number of the content) * NUMBERS + its number
 GIVE_UP_S = 300.0  # a reader waits so long for a storage that answers with errors
-MAX_WAL_BYTES, PAGE = 64 << 20, 4096
+MAX_WAL_BYTES = 64 << 20
+PAGE = 2048  # bytes; with 4096, a sequence of 1025 two-byte tokens would take twice its size
 PRAGMAS = {"page_size": PAGE, "journal_mode": "WAL", "synchronous": "NORMAL", "mmap_size": 1 << 30}
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS contents (number INTEGER PRIMARY KEY, content TEXT UNIQUE);
@@ -151,7 +153,7 @@ class OwnedCache(SequenceCache):
     def __init__(self, folder: Path, max_bytes: int):
         super().__init__(folder)
         self._wal_bytes = min(MAX_WAL_BYTES, max_bytes // 8)
-        self.max_bytes = max_bytes - self._wal_bytes * 9 // 8 - (32 << 10)
+        self.max_bytes = max_bytes - self._wal_bytes * 3 // 2 - (32 << 10)
         self.db.execute(f"PRAGMA wal_autocheckpoint = {self._wal_bytes // 2 // PAGE}")
         self.db.execute(f"PRAGMA journal_size_limit = {self._wal_bytes // 2}")
         with self.transaction():
@@ -168,7 +170,7 @@ class OwnedCache(SequenceCache):
     @property
     def batch_bytes(self) -> int:
         """The most bytes to give to `put` at a time."""
-        return self._wal_bytes // 8
+        return self._wal_bytes // 4
 
     @property
     def used_bytes(self) -> int:
@@ -180,9 +182,11 @@ class OwnedCache(SequenceCache):
     def _lock_file(self, owner: int) -> Path:
         return self.folder / f"owner-{owner}.lock"
 
-    def find_others(self) -> None:
-        """Find out which other owners' processes have ended, and forget those without entries."""
-        self.others, ended = [], []
+    def find_others(self) -> bool:
+        """Find out which other owners' processes have ended, and forget those without entries. Returns
+        whether more have ended than before."""
+        before, ended = self._ended, list[int]()
+        self.others = []
         for (owner,) in self.db.execute(
             "SELECT number FROM owners WHERE number != ?", (self.owner,)
         ).fetchall():
@@ -198,6 +202,7 @@ class OwnedCache(SequenceCache):
                 self.db.execute("DELETE FROM owners WHERE number = ?", (owner,))
                 self._lock_file(owner).unlink(missing_ok=True)
         self._ended = f"({', '.join(map(str, ended))})"
+        return self._ended not in (before, "()")
 
     def missing(self, ids: Sequence[int]) -> list[int]:
         """Return which entries are not there."""
@@ -210,8 +215,10 @@ class OwnedCache(SequenceCache):
 
     def of_ended(self, after: int, count: int) -> list[int]:
         """Return the first `count` entries of ended processes with ids above `after`."""
-        query = f"SELECT id FROM uses WHERE id > ? AND owner IN {self._ended} ORDER BY id LIMIT ?"
-        return [row[0] for row in self.db.execute(query, (after, count))]
+        if self._ended == "()" or after == NEVER:
+            return []
+        rows = f"uses NOT INDEXED WHERE id > ? AND owner IN {self._ended} ORDER BY id LIMIT ?"
+        return [row[0] for row in self.db.execute(f"SELECT id FROM {rows}", (after, count))]
 
     def set_uses(self, next_uses: dict[int, int]) -> None:
         """Write when entries are used next, by id, and take over those of ended processes. Entries of other
@@ -251,17 +258,17 @@ class OwnedCache(SequenceCache):
         return True
 
     def share(self, horizon: int) -> None:
-        """If the cache is full and other owners need it, too, evict down to an equal share."""
-        if not self.others or self.used_bytes < self.max_bytes * 3 // 4:
+        """If the cache is nearly full and other owners need it, too, evict down to an equal share."""
+        if not self.others or self.used_bytes < self.max_bytes * 7 // 8:
             return
         total, own = (
             self.db.execute(f"SELECT count(*) FROM uses {where}").fetchone()[0]
             for where in ("", f"WHERE owner = {self.owner}")
         )
         excess = own - total // (1 + len(self.others))
-        if excess > 0 and self.used_bytes > self.max_bytes * 7 // 8:
+        while excess > 0:
             with self.transaction():
-                self._evict(min(excess, 1000), horizon)
+                excess = excess - 1000 if self._evict(min(excess, 1000), horizon) else 0
 
     def _evict(self, count: int, horizon: int) -> int:
         """Delete entries of ended processes or, if there are none, those own entries whose next use is
