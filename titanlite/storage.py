@@ -129,7 +129,8 @@ class Storage(Component):
         return ""
 
     def read_tagged(self, path: PurePath, tag: str, start: int, size: int) -> bytes:
-        """As `read`, of a file that has this tag. Raises OSError with errno ESTALE if it has another one."""
+        """As `read`, of a file that has this tag; "": any. Raises OSError with errno ESTALE if it has another
+        one. A storage that can make a request on this condition does so."""
         data = self.read(path, start, size)
         if tag and self.tag(path) != tag:
             raise OSError(errno.ESTALE, "the file has changed", str(path))

@@ -226,8 +226,8 @@ class Mixture:
         while left.any():  # twice at most: in this epoch or in the next one
             for e in np.unique(epochs[left]):
                 here = left & (epochs == e)
-                key = key_of("epoch", self.seed, self.fingerprints[k], int(e))
-                uses[here] = e * self.sizes[k] + unpermute(sequence[here], self.sizes[k], key)
+                index = unpermute(sequence[here], self.sizes[k], self._epoch_key(k, int(e)))
+                uses[here] = e * self.sizes[k] + index
             left &= uses < taken
             epochs = epochs + left
         numbers = np.full_like(uses, NEVER)
@@ -242,7 +242,8 @@ class Mixture:
         sequence = np.empty_like(index)
         for e in np.unique(epoch):
             here = epoch == e
-            sequence[here] = permute(
-                index[here], self.sizes[k], key_of("epoch", self.seed, self.fingerprints[k], int(e))
-            )
+            sequence[here] = permute(index[here], self.sizes[k], self._epoch_key(k, int(e)))
         return sequence
+
+    def _epoch_key(self, k: int, epoch: int) -> int:
+        return key_of("epoch", self.seed, self.fingerprints[k], epoch)

@@ -4,7 +4,9 @@ than LRU; and that faults of the storage give the right tokens or one line, neve
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -22,7 +24,9 @@ import pytest
 
 from tests.support.counted_storage import plant, take_reads, url
 from tests.support.datasets import FakeTokenizer, write_dataset
+from titanlite import cli
 from titanlite.config.component import ConfigError, Unreadable
+from titanlite.corpus.write_shards import write_shards
 from titanlite.data import downloads, remote_shards, sequence_cache
 from titanlite.data.dataset import Data, SequenceDataset
 from titanlite.data.downloads import Downloader, Downloads, NodeOrder
@@ -30,11 +34,13 @@ from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.order import NEVER, Mixture, permute, unpermute
 from titanlite.data.remote_shards import RemoteTokens
 from titanlite.data.sequence_cache import OwnedCache, SequenceCache
-from titanlite.data.shards import token_dtype, write_description, write_shard
+from titanlite.data.shards import TokenShards, token_dtype, write_description, write_shard
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.sources import Source, Tokens
 from titanlite.data.step_sizes import StepSize, StepSizes
 from titanlite.errors import LoaderError
+from titanlite.tokenizers.bytes import Bytes
+from titanlite.tokenizers.tiktoken import Tiktoken
 
 SEQ_LEN, BATCH = 32, 24
 LARGE = 64 << 20  # bytes of a cache that holds everything
@@ -456,3 +462,38 @@ def test_a_node_knows_which_sequences_it_takes() -> None:
         before_ramp = [number for number in numbers if number < 100]
         inside = np.arange(100)[one.contains(np.arange(100))]
         assert [number for number in inside.tolist() if number not in skipped] == before_ramp
+
+
+def test_verify_and_show_read_a_storage_without_a_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_shards(("a text", "another text"), tmp_path / "data", Bytes().build())
+    assert cli.run(["data", "verify", url(tmp_path / "data")]) == 0
+    assert re.match(r"counted://.*data: 2 documents, .* tokens, all hashes match\n", capsys.readouterr().out)
+    shown = []
+    for path in (url(tmp_path / "data"), str(tmp_path / "data")):
+        assert cli.run(["data", "show", path, "--seq_len=9"]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    change(tmp_path / "data" / "00000.bin")
+    assert cli.run(["data", "verify", url(tmp_path / "data")]) == 2
+    assert "00000.bin: its SHA-256 differs from that in dataset.json" in capsys.readouterr().err
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_plan_says_what_a_storage_must_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_shards(("a text of some length",) * 100, tmp_path / "data", Tiktoken().build())
+    keys = ["debug", "--gpus=16xH100", "--training.global_batch_size=64", "--json"]
+    keys += ["--data.holdout_sequences=0", "--validation.enable=false"]
+    source = '[{name="tokens", path="%s"}]'
+    assert cli.run(["plan", *keys, f"--data.sources={source % url(tmp_path / 'data')}"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    rate = 8 * plan["time"]["tokens_per_second_per_gpu"]  # of a node
+    assert plan["storage"]["nodes"] == 2
+    assert plan["storage"]["bytes_per_second_per_node"] == pytest.approx(2 * rate)
+    assert plan["storage"]["requests_per_second_per_node"] == pytest.approx(rate / plan["run"]["seq_len"])
+    num_tokens = TokenShards(tmp_path / "data").num_tokens
+    assert plan["storage"]["corpus_gib"] == pytest.approx(2 * num_tokens / 2**30)
+    assert cli.run(["plan", *keys, f"--data.sources={source % (tmp_path / 'data')}"]) == 0
+    assert json.loads(capsys.readouterr().out)["storage"] is None
