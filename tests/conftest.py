@@ -54,6 +54,27 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("-m gpu: torch finds no CUDA device on this machine")
 
 
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """The URL of an S3 server of this process."""
+    from tests.support.buckets import s3_server
+
+    with s3_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a new bucket, which s3://NAME/... reaches."""
+    from tests.support.buckets import KEYS, new_bucket
+    from titanlite import object_store
+
+    for name, value in {**KEYS, "AWS_ENDPOINT_URL": s3_endpoint}.items():
+        monkeypatch.setenv(name, value)
+    yield new_bucket(s3_endpoint)
+    object_store.forget_clients()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     from tests.support.tiers import part
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+import titanlite.object_store  # noqa: F401  (registers its storages)
 from titanlite.attention.auto import Auto
 from titanlite.attention.base import AttentionBackend
 from titanlite.checkpoint.commit import MANIFEST

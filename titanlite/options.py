@@ -60,6 +60,8 @@ class Options(argparse.ArgumentParser):
 
 
 def _path(text: str) -> Path:
+    if re.match(r"[a-z][a-z0-9+.-]*://", text):
+        raise argparse.ArgumentTypeError(f"{text}: this takes a path on a local disk, not a URL")
     try:
         return Path(expand_home(text))
     except ConfigError as e:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from titanlite.data.skips import SkippedSequences
 from titanlite.data.sources import Source, short_names
 from titanlite.data.stream_source import Stream
 from titanlite.errors import LoaderError
+from titanlite.fetch import local_copy
 from titanlite.flops import peak_bf16_flops
 from titanlite.interop.formats import locate_base
 from titanlite.interop.initial import check_initial, load_base, load_initial
@@ -55,7 +55,7 @@ from titanlite.runtime.runtime import Runtime, environment
 from titanlite.runtime.training import BatchLayout
 from titanlite.stages import Stages
 from titanlite.start_log import about_steps, job_toml_text, summary
-from titanlite.storage import storage_of
+from titanlite.storage import parse_path, storage_of
 from titanlite.tasks.requests import OpenTask
 from titanlite.tokenizers.base import Tokenizer
 
@@ -200,9 +200,9 @@ def _check_labels(job: Job, tokenizer: Tokenizer, start: Start) -> None:
 def _check_initial_weights(job: Job, tokenizer: Tokenizer, start: Start) -> None:
     """Raises ConfigError unless the initial weights, which only a new run and runs of adapters need, can be
     read."""
-    path = Path(job.checkpoint.initial_load_path)
     if not job.checkpoint.initial_load_path or (start.candidate is not None and not job.lora.enable):
         return
+    path = local_copy(parse_path(job.checkpoint.initial_load_path, "checkpoint.initial_load_path"))
     if start.candidate is not None:
         path = locate_base(path, BaseModel.recorded_in(start.candidate.train))
     check_initial(path, ModelAndTokenizer(job.model, tokenizer), is_base=job.lora.enable)
@@ -344,11 +344,14 @@ def load_initial_weights(job: Job, state: TrainState, checkpoints: Checkpointer)
     """Read the weights at checkpoint.initial_load_path into the model of a new run. For adapters, they are
     the base model, which is read at every start and which `state` records. Raises ConfigError if the resumed
     run had another base model. Collective."""
-    path, resumed = Path(job.checkpoint.initial_load_path), checkpoints.candidate
+    resumed = checkpoints.candidate
+    if not job.checkpoint.initial_load_path or (resumed is not None and not job.lora.enable):
+        return
+    path = local_copy(parse_path(job.checkpoint.initial_load_path, "checkpoint.initial_load_path"))
     if job.lora.enable:
         recorded = BaseModel.recorded_in(resumed.train) if resumed is not None else None
         state.base = load_base(path, job.model, state.net, checkpoints.ranks, recorded)
-    elif resumed is None and job.checkpoint.initial_load_path:
+    else:
         load_initial(path, job.model, state.net, checkpoints.ranks)
 
 

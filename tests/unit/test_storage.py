@@ -13,9 +13,11 @@ from titanlite.config.component import ConfigError
 from titanlite.storage import LOCAL, local_path, parse_path, storage_of
 
 
-@pytest.fixture(params=["file", "sqlite"])
+@pytest.fixture(params=["file", "sqlite", "s3"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> PurePath:
     texts = {"file": f"file://{tmp_path}/run", "sqlite": f"sqlite://{tmp_path}/runs.db/run"}
+    if request.param == "s3":
+        texts["s3"] = f"s3://{request.getfixturevalue('bucket')}/run"
     folder = parse_path(texts[request.param])
     storage_of(folder).make_folder(folder / "below")
     return folder
@@ -59,10 +61,16 @@ def test_small_files_are_replaced_and_appended_to(folder: PurePath) -> None:
 
 def test_folders_are_listed_renamed_and_deleted(folder: PurePath) -> None:
     storage = storage_of(folder)
-    for name in ("step-1/a", "step-1/b", "step-2/a", "step-10"):
-        storage.make_folder((folder / name).parent)
-        write(folder / name, name.encode())
-    assert {path.name for path in storage.list(folder, "step-*")} == {"step-1", "step-2", "step-10"}
+    for step, names in (("step-1", "ab"), ("step-2", "a")):  # as checkpoints are made
+        partial = folder / f".partial-{step}-0123abcd"
+        storage.make_folder(partial)
+        for name in names:
+            write(partial / name, f"{step}/{name}".encode())
+        assert partial in storage.list(folder, ".partial-*")
+        storage.rename(partial, folder / step)
+        assert not storage.list(folder, ".partial-*")
+    write(folder / "step-2.keep", b"")
+    assert {path.name for path in storage.list(folder, "step-*")} == {"step-1", "step-2", "step-2.keep"}
     assert storage.list(folder / "none") == []
     assert storage.is_folder(folder / "step-1")
     storage.rename(folder / "step-1", folder / "step-3")
@@ -73,7 +81,7 @@ def test_folders_are_listed_renamed_and_deleted(folder: PurePath) -> None:
     with pytest.raises(OSError):
         storage.rename(folder / "step-3", folder / "step-2")
     assert storage.read(folder / "step-2/a") == b"step-2/a"
-    for path in (folder / "step-3", folder / "step-10", folder / "none"):
+    for path in (folder / "step-3", folder / "step-2.keep", folder / "none"):
         storage.delete(path)
         assert not storage.exists(path)
     assert storage.exists(folder / "step-2/a")

@@ -5,22 +5,26 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.state import listed
 from titanlite.config.component import ConfigError
 from titanlite.config.paths import check_folder
+from titanlite.storage import P, storage_of
 
 MAX_LISTED = 10  # runs named in one error message
 NO_RUN = re.compile(r"\.|(quarantined|archived|step)-")  # folders that are not searched for runs
 
 
-def checkpoints_below(path: Path) -> list[tuple[int, Path]]:
+def checkpoints_below(path: PurePath) -> list[tuple[int, Any]]:
     """(step, path) of the checkpoints at a path that the user gave, oldest first. `path`: a step folder, a
     checkpoint folder, or a folder with one run below it. Raises ConfigError if there is no run, or several.
     """
+    if not isinstance(path, Path):
+        return _checkpoints_in(path)
     check_folder(path)
     if exported := [p for p in (path, *path.glob("step-*")) if (p / "config.json").exists()]:
         raise ConfigError(f"{exported[-1]} is not a checkpoint but an export of one (config.json)")
@@ -41,6 +45,15 @@ def checkpoints_below(path: Path) -> list[tuple[int, Path]]:
         return checkpoints
     quarantined = commit.list_quarantined(folders[0])
     raise CheckpointError(f"{folders[0]} has only quarantined checkpoints: {quarantined[-1].name}, ...")
+
+
+def _checkpoints_in(path: P) -> list[tuple[int, P]]:
+    """checkpoints_below for a path of another storage: a run folder, its checkpoint folder or a step."""
+    if (step := commit.step_of(path)) is not None and storage_of(path).exists(path):
+        return [(step, path)]
+    if checkpoints := commit.list_committed(path) or commit.list_committed(path / "checkpoint"):
+        return checkpoints
+    raise ConfigError(f"{path} holds no checkpoint: give a run folder, or one of its step-N folders")
 
 
 def _checkpoint_folders(path: Path) -> Iterator[Path]:
@@ -66,10 +79,10 @@ def _saved(folder: Path) -> list[tuple[int, Path]]:
     return [(step, path) for step, path in checkpoints if not (path / "config.json").exists()]
 
 
-def find_checkpoint(path: Path) -> Path:
+def find_checkpoint(path: P) -> P:
     """The newest checkpoint at a path that the user gave; see checkpoints_below(). Raises CheckpointError if
     files of that checkpoint are missing or have another size."""
-    _, checkpoint = checkpoints_below(path)[-1]
+    checkpoint: P = checkpoints_below(path)[-1][1]
     if reason := commit.fault(checkpoint):
         raise CheckpointError(f"{checkpoint} is damaged: {reason}")
     return checkpoint

@@ -8,11 +8,12 @@ from pathlib import Path
 from titanlite.commands import Verb
 from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.overrides import split_words
+from titanlite.object_store import location
 from titanlite.options import Options, parse_price, take_flag
 
 
 def add_compare(options: Options) -> None:
-    options.add("runs", type=Path, nargs="+", metavar="RUN", help="a run folder, which has metrics.jsonl")
+    options.add("runs", type=location, nargs="+", metavar="RUN", help="a run folder, which has metrics.jsonl")
     options.add(
         "--price-per-gpu-hour",
         type=parse_price,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from titanlite.checkpoint import commit
@@ -16,12 +16,14 @@ from titanlite.checkpoint.state import listed, read_train
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.paths import check_new
+from titanlite.fetch import local_copy
 from titanlite.interop.average import COEFFICIENTS, check_one_model, coefficients, write_average
 from titanlite.interop.dcp import check_hashes, open_titanlite
 from titanlite.interop.weights import Weights, check_own, skeleton
 from titanlite.job import Job, load_recorded_job
 from titanlite.log import set_up_logging
 from titanlite.metrics.decisions import StepSequences
+from titanlite.object_store import location
 from titanlite.options import Options
 from titanlite.progress import Progress
 
@@ -59,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 def _options() -> Options:
     options = Options(prog="titanlite checkpoint average")
     add = options.add
-    add("path", type=Path)
+    add("path", type=location)
     add("--last", type=int)
     add("--steps", type=_steps)
     add("--weights", choices=list(COEFFICIENTS), default="uniform")
@@ -76,7 +78,7 @@ def _steps(text: str) -> list[int]:
     return sorted({int(step) for step in text.split(",")})
 
 
-def _chosen(path: Path, last: int | None, steps: list[int] | None) -> list[tuple[int, Path]]:
+def _chosen(path: PurePath, last: int | None, steps: list[int] | None) -> list[tuple[int, Path]]:
     """(step, path) of the checkpoints to average, oldest first: the `last` newest of a run, or the
     checkpoints of `steps`. Raises ConfigError unless these are at least two that exist."""
     if (last is None) == (steps is None):
@@ -92,7 +94,7 @@ def _chosen(path: Path, last: int | None, steps: list[int] | None) -> list[tuple
         raise ConfigError(f"no checkpoint of step {missing[0]}: {has}")
     if len(steps) < 2:
         raise ConfigError("an average needs at least two checkpoints")
-    return [(step, checkpoints[step]) for step in steps]
+    return [(step, local_copy(checkpoints[step])) for step in steps]
 
 
 def _check_learning_rates(jobs: Sequence[Job], trains: Sequence[dict[str, Any]]) -> None:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from titanlite.checkpoint import commit
@@ -38,8 +38,11 @@ from titanlite.checkpoint.run_identity import flatten
 from titanlite.checkpoint.state import AVERAGED_FROM, TRAIN
 from titanlite.checkpoint.state_digest import combine, digests_of_checkpoint
 from titanlite.config.component import ConfigError, suggest
+from titanlite.fetch import local_copy
 from titanlite.interop.dcp import non_finite_in
 from titanlite.log import set_up_logging
+from titanlite.object_store import location
+from titanlite.storage import storage_of
 
 EXIT_BAD = commit.CheckpointError.exit_code
 _print = partial(print, flush=True)
@@ -53,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
         return average.main(rest)
     options = [word for word in rest if word.startswith("--")]
-    paths = [Path(word) for word in rest if not word.startswith("--")]
+    paths = [location(word) for word in rest if not word.startswith("--")]
     actions: dict[str, Callable[..., int]] = {
         "list": _list,
         "verify": _verify,
@@ -69,9 +72,9 @@ def main(argv: Sequence[str]) -> int:
     return actions[action](paths, *([True] if options else []))
 
 
-def _list(paths: list[Path]) -> int:
+def _list(paths: list[PurePath]) -> int:
     checkpoints = checkpoints_below(paths[0])
-    folder, found = checkpoints[0][1].parent, dict[Path, commit.Manifest | commit.Damaged]()
+    folder, found = checkpoints[0][1].parent, dict[PurePath, commit.Manifest | commit.Damaged]()
     for step, path in checkpoints:
         try:
             found[path] = commit.check(path, step)
@@ -90,7 +93,8 @@ def _list(paths: list[Path]) -> int:
         size = gib(commit.total_size(m))
         line = f"{step:>10}  {m['saved_at']:25}  {size:>10}  {m['ranks']:>5}  {', '.join(notes)}"
         _print(line.rstrip())
-    for path in sorted(folder.iterdir()):
+    disk = storage_of(folder)
+    for path in sorted({*disk.list(folder), *disk.list(folder, ".partial-*")}):
         if path.name.startswith(".partial-"):
             _print(f"{path.name}: being written, or left by a killed run; the next start removes it")
         elif path.name.startswith("quarantined-"):
@@ -101,13 +105,13 @@ def _list(paths: list[Path]) -> int:
     return 0
 
 
-def _verify(paths: list[Path]) -> int:
+def _verify(paths: list[PurePath]) -> int:
     bad = 0
     for step, path in [item for root in paths for item in checkpoints_below(root)]:
         try:
             manifest = commit.check(path, step)
             reason = first_fault(path, commit.digests(manifest))
-            if reason is None and (names := non_finite_in(path)):
+            if reason is None and (names := non_finite_in(local_copy(path))):
                 reason = f"not finite: {', '.join(names)}"
         except commit.Damaged as e:
             reason = str(e)
@@ -119,7 +123,7 @@ def _verify(paths: list[Path]) -> int:
     return EXIT_BAD if bad else 0
 
 
-def _digest(paths: list[Path], list_tensors: bool = False) -> int:
+def _digest(paths: list[PurePath], list_tensors: bool = False) -> int:
     set_up_logging(rank=0, verbose=False)  # which leaves out torch's warning on reading without ranks
     path = find_checkpoint(paths[0])
     digests, recorded = digests_of_checkpoint(path), commit.read_manifest(path).get("digest", {})
@@ -132,7 +136,7 @@ def _digest(paths: list[Path], list_tensors: bool = False) -> int:
     return 0
 
 
-def _show(paths: list[Path], list_tensors: bool = False) -> int:
+def _show(paths: list[PurePath], list_tensors: bool = False) -> int:
     path = find_checkpoint(paths[0])
     manifest = commit.read_manifest(path)
     try:

@@ -14,6 +14,7 @@ from titanlite.commands import parser
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import import_own_components
 from titanlite.config.paths import check_new
+from titanlite.fetch import local_copy
 from titanlite.interop.dcp import check_hashes, open_titanlite
 from titanlite.interop.export import DTYPES, MAX_SHARD_BYTES, ExportFormat, write_adapter, write_directory
 from titanlite.interop.formats import WRITERS, Writer, has_adapters, open_base, open_checkpoint
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     set_up_logging(rank=0, verbose=False)
     writer = _writer(options)
     check_new(options.target, "DIR")
-    path = find_checkpoint(options.path)
+    path = find_checkpoint(local_copy(options.path))
     check_hashes(path)
     job = load_recorded_job(path, options.allow_imports)
     job.moe.check_export()

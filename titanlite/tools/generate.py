@@ -20,6 +20,7 @@ from titanlite.checkpoint.find import find_checkpoint
 from titanlite.checkpoint.state import listed, model_tensors, non_finite
 from titanlite.commands import parser
 from titanlite.config.component import ConfigError
+from titanlite.fetch import local_copy
 from titanlite.generate import CachedLogits, Generation, before_any, next_tokens, text_after
 from titanlite.interop.dcp import check_hashes
 from titanlite.interop.formats import open_checkpoint
@@ -102,7 +103,9 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as e:
         raise ConfigError(f"--{str(e.key).replace('_', '-')}: {e}") from None
     set_up_logging(rank=0, verbose=False)
-    source = open_source(options.path, pick_device(), options.allow_imports, options.ema, options.base)
+    source = open_source(
+        local_copy(options.path), pick_device(), options.allow_imports, options.ema, options.base
+    )
     if options.chat:
         ends = source.tokenizer.chat_format().end_of_turn()
         source = replace(source, stop_ids=source.stop_ids | ends)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from titanlite.checkpoint.digest import gib
 from titanlite.commands import parser
 from titanlite.config.paths import check_new
+from titanlite.fetch import local_copy
 from titanlite.interop.dcp import check_hashes
 from titanlite.interop.export import DTYPES, MAX_SHARD_BYTES, ExportFormat, write_directory
 from titanlite.interop.formats import open_weights
@@ -26,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     set_up_logging(rank=0, verbose=False)
     check_new(options.target, "DIR")
     job = load_job(options.config, overrides, None, options.allow_imports)
-    weights = open_weights(options.source, job.model, check_base=True)
+    weights = open_weights(local_copy(options.source), job.model, check_base=True)
     if weights.kind == "titanlite":
         check_hashes(weights.path)
     tokenizer = build_tokenizer(job, weights.path)

@@ -17,6 +17,7 @@ from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.overrides import split_arguments
 from titanlite.config.paths import check_folder
 from titanlite.config.shipped import shipped_configs
+from titanlite.object_store import location
 from titanlite.options import Options, add_allow_imports, take_flag, take_numbers
 
 DTYPES = ("float32", "bfloat16", "float16")  # dtypes of exported weights; as in interop/export.py
@@ -49,7 +50,9 @@ def add_launch(options: Options) -> None:
 
 def add_generate(options: Options) -> None:
     add = options.add
-    add("path", type=Path, help="a run folder, checkpoint folder, step-N folder or Hugging Face directory")
+    add(
+        "path", type=location, help="a run folder, checkpoint folder, step-N folder or Hugging Face directory"
+    )
     add("--prompt", action="append", default=[], help="text to continue; may be given several times")
     add("--prompt-file", type=Path, help="a file with one prompt per line")
     add(
@@ -69,7 +72,7 @@ def add_generate(options: Options) -> None:
 
 def add_export(options: Options) -> None:
     add = options.add
-    add("path", type=Path, help="a run folder, its checkpoint folder, or one step-N folder")
+    add("path", type=location, help="a run folder, its checkpoint folder, or one step-N folder")
     add("target", type=Path, help="the directory to make")
     _add_format(options, default_dtype="bfloat16")
     add("--format", default="huggingface", help="huggingface, or nanochat for the model gpt (huggingface)")
@@ -83,7 +86,7 @@ def add_export(options: Options) -> None:
 def add_import(options: Options) -> None:
     add = options.add
     options.usage = "titanlite import [options] SRC DIR CONFIG.toml [--section.key=value ...]"
-    add("source", type=Path, help="the directory to read")
+    add("source", type=location, help="the directory to read")
     add("target", type=Path, help="the directory to make")
     add("config", help="a job's TOML file; keys may be overridden as for `titanlite train`")
     _add_format(options, default_dtype="as-is")
@@ -164,7 +167,8 @@ def _config_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
 
 
 def _check_path(options: argparse.Namespace) -> None:
-    check_folder(options.path)
+    if isinstance(options.path, Path):
+        check_folder(options.path)
 
 
 VERBS = {

@@ -1,0 +1,413 @@
+"""Runs in a bucket: a run there is the run on a disk; what a kill between any two requests leaves is a run
+that goes on; a store that ignores conditions is refused; nothing secret is told."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path, PurePath
+from typing import Any
+
+import pytest
+
+from tests.support.buckets import KEYS, faulty_proxy, s3_server, seaweedfs
+from tests.support.jobs import make_job
+from tests.support.tiers import full
+from titanlite import cli, object_store
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.digest import write_file
+from titanlite.checkpoint.lock import FolderLock
+from titanlite.config.component import ConfigError
+from titanlite.storage import parse_path, storage_of
+from titanlite.train import train
+
+RUN = [
+    "--checkpoint.interval=2", "--checkpoint.keep_latest_k=2", "--generation.freq=3",
+    "--generation.prompts=['a']", "--metrics.sinks=[]",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["moto", full("seaweedfs")])
+def s3_endpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of an S3 server."""
+    server = s3_server() if request.param == "moto" else seaweedfs(tmp_path_factory.mktemp("seaweedfs"))
+    with server as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def folder(bucket: str) -> PurePath:
+    return parse_path(f"s3://{bucket}/runs/first")
+
+
+def content(folder: PurePath, name: str) -> bytes:
+    return storage_of(folder).read(folder / name)
+
+
+def losses(folder: PurePath) -> list[tuple[int, float]]:
+    lines = map(json.loads, content(folder, "metrics.jsonl").splitlines())
+    return [(line["step"], line["train/loss"]) for line in lines]
+
+
+def names(folder: PurePath) -> list[str]:
+    return sorted(path.name for path in storage_of(folder).list(folder))
+
+
+def save(folder: PurePath, step: int, text: bytes = b"weights") -> PurePath:
+    """Commit a checkpoint with one file."""
+    partial = commit.begin(folder, step)
+    files = {"__0_0.distcp": write_file(partial / "__0_0.distcp", text)}
+    return commit.commit(partial, step, {"train.json": "{}"}, files, {})
+
+
+def test_a_run_in_a_bucket_is_the_run_on_a_disk(tmp_path: Path, corpus: Path, folder: PurePath) -> None:
+    local = make_job(tmp_path, corpus, *RUN, "--training.steps=7")
+    assert train(local) == 0
+    dump_folder, checkpoints = f"--job.dump_folder={folder}", folder / "checkpoint"
+    assert train(make_job(tmp_path, corpus, *RUN, dump_folder, "--training.steps=5")) == 0
+    assert [step for step, _ in commit.list_committed(checkpoints)] == [4, 5]
+    keys = object_store._resolved(checkpoints / "step-5")
+    object_store._put(folder, f"{keys}/__0_0.distcp", b"damage")
+    assert train(make_job(tmp_path, corpus, *RUN, dump_folder, "--training.steps=7")) == 0
+    assert names(checkpoints) == ["quarantined-step-5-0", "step-4", "step-6", "step-7"]
+    assert commit.read_manifest(checkpoints / "step-7")["commit"] == "create"
+    for name in ("checkpoint/step-7/__0_0.distcp", "checkpoint/step-7/.metadata", "samples.txt"):
+        assert content(folder, name) == content(local.folder, name)
+    assert losses(folder) == losses(local.folder)
+    everything = b"".join(
+        object_store._get(folder, item["path"]) for item in object_store._listed(folder, "runs")
+    )
+    assert KEYS["AWS_SECRET_ACCESS_KEY"].encode() not in everything
+
+
+class Killed(BaseException):
+    """A process that ends without another request."""
+
+
+class KilledAt:
+    """obstore's client, which ends the process before or after its n-th request that changes something."""
+
+    def __init__(self, client: Any, number: int, before: bool):
+        self.client, self.left, self.before = client, number, before
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.client, name)
+        if name not in ("put", "delete"):
+            return call
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.left -= 1
+            if self.left == 0 and self.before:
+                raise Killed
+            result = call(*args, **kwargs)
+            if self.left <= 0:
+                raise Killed
+            return result
+
+        return counted
+
+
+def work(folder: PurePath) -> None:
+    """What changes checkpoints: a save, retention, a rewind to step 3, and a damaged checkpoint."""
+    commit.retain(folder, keep_latest=2)
+    commit.archive_after(folder, 3)
+    commit.quarantine(folder / "step-3")
+    save(folder, 3, b"again")
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_kill_at_any_request_loses_nothing(
+    folder: PurePath, before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "LEASE", timedelta(0))  # leftovers are old at once
+    number, done = 0, False
+    while not done:
+        number += 1
+        run = folder / str(number)
+        checkpoints = run / "checkpoint"
+        for step in (1, 2, 3, 4):
+            save(checkpoints, step)
+        client = object_store._client(run)
+        clients = {key: KilledAt(client, number, before) for key in object_store._clients}
+        monkeypatch.setattr(object_store, "_clients", clients)
+        try:
+            work(checkpoints)
+            done = True
+        except Killed:
+            pass
+        monkeypatch.setattr(object_store, "_clients", dict.fromkeys(clients, client))
+        with FolderLock(run) as lock:  # the next start
+            lock.take()
+            commit.clean(checkpoints)
+            found = dict(commit.list_committed(checkpoints))
+            assert found.keys() >= {3} or "quarantined-step-3-0" in names(checkpoints)
+            paths = [*found.values(), *commit.list_quarantined(checkpoints)]
+            for archive in storage_of(checkpoints).list(checkpoints, "archived-*"):
+                paths += [path for _, path in commit.list_committed(archive)]
+            keys = [object_store._resolved(path) for path in paths]
+            assert len(set(keys)) == len(keys), "each checkpoint has one name"
+            for path in paths:
+                assert commit.fault(path) is None
+            # Nothing is left over: every object belongs to one of these, or to the run folder.
+            owners = (*(f"{key}/" for key in keys),)
+            for item in object_store._listed(run, f"runs/first/{number}/checkpoint"):
+                assert item["path"].startswith(owners) or item["path"].endswith("/COMMIT"), item["path"]
+    assert number > 8
+
+
+def test_only_the_name_of_a_commit_decides(folder: PurePath) -> None:
+    """Two processes commit one step: one of them does, and its files are the checkpoint's."""
+    first, second = (commit.begin(folder, 5) for _ in range(2))
+    for partial, text in ((first, b"first"), (second, b"second")):
+        file = storage_of(partial).create(partial / "__0_0.distcp")
+        file.write(text)
+        file.close()
+    commit.commit(second, 5, {}, {}, {})
+    with pytest.raises(FileExistsError):
+        commit.commit(first, 5, {}, {}, {})
+    assert content(folder, "step-5/__0_0.distcp") == b"second"
+
+
+def test_a_lost_answer_to_a_commit_is_no_failure(folder: PurePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client repeats a request whose answer it did not get, and is refused."""
+    client = object_store._client(folder)
+
+    class Repeats:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(client, name)
+
+        def put(self, *args: Any, **kwargs: Any) -> Any:
+            client.put(*args, **kwargs)
+            return client.put(*args, **kwargs)
+
+    monkeypatch.setattr(object_store, "_clients", {key: Repeats() for key in object_store._clients})
+    save(folder, 5)
+    assert [step for step, _ in commit.list_committed(folder)] == [5]
+
+
+def test_a_store_that_ignores_conditions_is_refused(
+    folder: PurePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = object_store._client(folder)
+
+    class Careless:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(client, name)
+
+        def put(self, key: str, data: bytes, **options: Any) -> Any:
+            return client.put(key, data)
+
+    monkeypatch.setattr(object_store, "_clients", {key: Careless() for key in object_store._clients})
+    with pytest.raises(ConfigError, match="this store ignores conditional writes"):
+        FolderLock(folder).take()
+
+
+def test_the_lease_of_a_process_that_ended_is_free(folder: PurePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = storage_of(folder).lock(folder / "LOCK")
+    assert lock.try_take()
+    lock.write_owner("process 1 on a host")
+    other = storage_of(folder).lock(folder / "LOCK")
+    assert not other.try_take()
+    assert other.owner() == "process 1 on a host"
+    lock._ends.set()  # it does not renew any more
+    lock._renewals.join()
+    monkeypatch.setattr(object_store, "_has_ended", lambda pid: pid == os.getpid())
+    assert other.try_take(), "its process has ended on this machine"
+    monkeypatch.undo()
+    other._ends.set()
+    other._renewals.join()
+    third = storage_of(folder).lock(folder / "LOCK")
+    assert not third.try_take()
+    monkeypatch.setattr(object_store, "LEASE", timedelta(seconds=-1))
+    assert third.try_take(), "its lease has run out, by the store's clock"
+    with pytest.raises(OSError) as error:
+        other.write_owner("late")
+    assert error.value.errno == errno.ESTALE
+    third.release()
+
+
+def test_a_lease_that_another_process_has_taken_is_lost(
+    folder: PurePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "RENEWAL_S", 0.01)
+    lock = storage_of(folder).lock(folder / "LOCK")
+    assert lock.try_take()
+    assert not lock.is_lost()
+    object_store._put(folder, "runs/first/LOCK", b'{"token": "other"}')
+    lock._renewals.join(30)
+    assert lock.is_lost()
+
+
+def test_an_unfinished_checkpoint_of_a_living_process_is_not_swept(
+    folder: PurePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial = commit.begin(folder, 5)
+    storage_of(partial).put(partial / "a", b"new")
+    commit.clean(folder)
+    assert storage_of(partial).read(partial / "a") == b"new"
+    monkeypatch.setattr(object_store, "LEASE", timedelta(0))
+    commit.clean(folder)
+    assert not storage_of(folder).list(folder, ".partial-*")
+
+
+def test_appends_survive_a_kill_and_a_replacement(folder: PurePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "SEGMENT_BYTES", 10)
+    storage, path = storage_of(folder), folder / "metrics.jsonl"
+    lines = [f"line {i}\n".encode() for i in range(8)]
+    for line in lines[:5]:
+        storage.append(path, line)
+    object_store._tails.clear()  # another process goes on
+    for line in lines[5:]:
+        storage.append(path, line)
+    assert storage.read(path) == b"".join(lines)
+    assert storage.size(path) == len(b"".join(lines))
+    assert storage.read(path, 3, 4) == b"".join(lines)[3:7]
+    assert names(folder) == ["metrics.jsonl"]
+    storage.put(path, b"kept\n")
+    storage.append(path, b"next\n")
+    assert storage.read(path) == b"kept\nnext\n"
+    assert len(object_store._listed(folder, "runs/first")) == 1
+    storage.delete(path)
+    assert not storage.exists(path)
+
+
+def test_large_files_are_sent_in_parts_and_read_by_ranges(
+    folder: PurePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = os.urandom(object_store.SMALL_BYTES + 12345)
+    storage, path = storage_of(folder), folder / "large"
+    file = storage.create(path)
+    for start in range(0, len(data), 1 << 20):
+        file.write(memoryview(data)[start : start + (1 << 20)])
+    file.close()
+    assert storage.read(path) == data
+    with storage.open(path) as stream:
+        stream.seek(-5, os.SEEK_END)
+        assert stream.read() == data[-5:]
+        assert stream.seek(100) == 100
+        assert stream.read(7) == data[100:107]
+    again = storage.create(path)
+    with pytest.raises(FileExistsError):
+        again.write(data)
+
+
+def child(path: PurePath, queue: Any) -> None:
+    try:
+        storage_of(path).read(path)
+    except RuntimeError as e:
+        queue.put(str(e))
+
+
+def test_a_forked_child_is_refused_in_place_of_a_hang(folder: PurePath) -> None:
+    storage_of(folder).put(folder / "a", b"1")
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=child, args=(folder / "a", queue))
+    process.start()
+    assert "forked after its parent had used a bucket" in queue.get(timeout=60)
+    process.join()
+
+
+@pytest.fixture
+def refused(bucket: str, monkeypatch: pytest.MonkeyPatch) -> PurePath:
+    """A folder whose store does not answer."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(object_store, "RETRIES", {"max_retries": 0, "retry_timeout": timedelta(seconds=1)})
+    return parse_path(f"s3://{bucket}/run")
+
+
+def test_a_store_that_does_not_answer_is_one_line(refused: PurePath) -> None:
+    with pytest.raises(ConfigError) as error:
+        FolderLock(refused).take()
+    assert "\n" not in str(error.value)
+    assert KEYS["AWS_SECRET_ACCESS_KEY"] not in str(error.value)
+
+
+def test_a_wrong_path_and_a_missing_bucket_are_one_line(
+    tmp_path: Path, corpus: Path, folder: PurePath
+) -> None:
+    for text in ("s3://bucket", "s3:///run", "s3://bucket/../run"):
+        with pytest.raises(ConfigError, match="expected s3://BUCKET/FOLDER"):
+            make_job(tmp_path, corpus, f"--job.dump_folder={text}")
+    with pytest.raises(ConfigError, match=r"cannot be written to.*NoSuchBucket"):
+        FolderLock(parse_path("s3://there-is-no-such-bucket/run")).take()
+
+
+def test_commands_read_a_run_in_a_bucket(
+    tmp_path: Path,
+    corpus: Path,
+    folder: PurePath,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user_cache"))
+    assert train(make_job(tmp_path, corpus, *RUN, f"--job.dump_folder={folder}", "--training.steps=4")) == 0
+    capsys.readouterr()
+
+    def run(*words: str) -> str:
+        assert cli.run([*words]) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    url = str(folder)
+    assert "4  " in run("checkpoint", "list", url)
+    assert "step-4: good" in run("checkpoint", "verify", url)
+    assert "model: 20 tensors" in run("checkpoint", "show", url)
+    run("checkpoint", "digest", f"{url}/checkpoint/step-4")
+    assert "step-4" in run("export", url, str(tmp_path / "export"))
+    assert run("generate", url, "--prompt=a", "--max-new-tokens=3").startswith("a")
+    run("report", url, "-o", str(tmp_path / "report.html"))
+    average = ("checkpoint", "average", url, "--last=2", "-o", str(tmp_path / "average"))
+    assert "steps 2, 4" in run(*average)
+    start = f"--checkpoint.initial_load_path={url}/checkpoint/step-4"
+    second = make_job(tmp_path, corpus, *RUN, start, "--training.steps=1", name="second")
+    assert train(second) == 0
+    # A copy is made once, and only of whole checkpoints.
+    copies = list((tmp_path / "user_cache/titanlite/fetched").glob("*/step-4"))
+    assert len(copies) == 1
+    keys = object_store._resolved(folder / "checkpoint/step-2")
+    object_store._put(folder, f"{keys}/__0_0.distcp", b"damage")
+    assert cli.run(["export", f"{url}/checkpoint/step-2", str(tmp_path / "other")]) == 3
+    assert "is damaged" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_command_without_buckets_refuses_a_url(
+    folder: PurePath, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["report", "outputs/a", "-o", f"{folder}/report.html"]) == 2
+    error = capsys.readouterr().err
+    assert "takes a path on a local disk, not a URL" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("seed", [0, *(full(seed) for seed in range(1, 6))])
+def test_faults_of_the_network_change_nothing(
+    folder: PurePath, s3_endpoint: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request in five is refused, torn, slow, carried out without an answer, or not carried out."""
+    backoff = {"init_backoff": timedelta(seconds=0.01), "max_backoff": timedelta(seconds=0.1), "base": 2}
+    monkeypatch.setattr(object_store, "RETRIES", {"max_retries": 20, "backoff": backoff})
+    checkpoints, large = folder / "checkpoint", os.urandom(object_store.SMALL_BYTES + 12345)
+    with faulty_proxy(s3_endpoint, seed) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        with FolderLock(folder) as lock:
+            lock.take()
+            lock.write_owner()
+            for step in (1, 2, 3):
+                save(checkpoints, step, large if step == 3 else b"weights")
+                storage_of(folder).append(folder / "metrics.jsonl", f"{step}\n".encode())
+            commit.retain(checkpoints, keep_latest=2)
+            commit.archive_after(checkpoints, 2)
+            save(checkpoints, 3, b"again")
+            lock.renew()
+        assert {step: commit.fault(path) for step, path in commit.list_committed(checkpoints)} == {
+            2: None, 3: None,
+        }  # fmt: skip
+        assert content(checkpoints, "archived-0/step-3/__0_0.distcp") == large
+        assert content(checkpoints, "step-3/__0_0.distcp") == b"again"
+        assert content(folder, "metrics.jsonl") == b"1\n2\n3\n"
+    assert sum(proxy.counts.values()) - proxy.counts[""] > 10, proxy.counts

@@ -1,0 +1,112 @@
+"""Copies of folders in a bucket for commands that read them: titanlite/fetched in the user's cache folder."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.digest import gib
+from titanlite.config.component import ConfigError
+from titanlite.files import hash_stream, make_folder, new_folder
+from titanlite.log import tell
+from titanlite.progress import Progress
+from titanlite.runtime.environment import user_cache
+from titanlite.storage import storage_of
+
+BLOCK_BYTES = 8 << 20
+MAX_FILES = 10_000  # of a folder that is no checkpoint
+
+
+def local_copy(path: PurePath) -> Path:
+    """A local path as it is; otherwise a copy of the checkpoint at `path`, of the newest checkpoint of a run
+    folder, or of a folder with other files. A copy of a checkpoint is made once, and its hashes are checked.
+    Several processes may call this at once. Raises ConfigError, or CheckpointError for a damaged
+    checkpoint."""
+    if isinstance(path, Path):
+        return path
+    steps = commit.list_committed(path) or commit.list_committed(path / "checkpoint")
+    checkpoint = path if commit.step_of(path) is not None else steps[-1][1] if steps else None
+    if checkpoint is None:
+        return _copy_of_files(path)
+    try:
+        manifest = commit.check(checkpoint)
+    except commit.Damaged as e:
+        raise CheckpointError(f"{checkpoint} is damaged: {e}") from None
+    folder = _cache() / manifest["sha256"][:32] / f"step-{manifest['step']}"
+    with _alone(folder.parent):
+        if folder.exists():
+            return folder
+        digests = {name: (d.size, d.sha256) for name, d in commit.digests(manifest).items()}
+        size = gib(commit.total_size(manifest))
+        tell(f"copying {checkpoint} ({size}) to {folder.parent}")
+        with new_folder(folder) as partial:
+            for name, expected in {**digests, commit.MANIFEST: None}.items():
+                if _fetch(checkpoint / name, partial / name) != expected and expected is not None:
+                    raise CheckpointError(f"{checkpoint / name} is not what was written: its SHA-256 differs")
+    return folder
+
+
+def local_run(path: PurePath) -> Path:
+    """A local run folder as it is; otherwise a copy of its records and of the small files of its checkpoints,
+    which is renewed by each call."""
+    if isinstance(path, Path):
+        return path
+    storage = storage_of(path)
+    folder = _cache() / hashlib.sha256(str(path).encode()).hexdigest()[:32] / path.name
+    with _alone(folder.parent):
+        names = [file.name for file in storage.list(path) if not storage.is_folder(file)]
+        for step, _ in commit.list_committed(path / "checkpoint"):
+            names += [f"checkpoint/step-{step}/{name}" for name in (commit.MANIFEST, "train.json")]
+        if not names:
+            raise ConfigError(f"{path}: there is no such folder")
+        for name in names:
+            make_folder((folder / name).parent)
+            _fetch(path / name, folder / name)
+    return folder
+
+
+def _copy_of_files(path: PurePath) -> Path:
+    """A copy of all files directly in a folder."""
+    storage = storage_of(path)
+    files = [file for file in storage.list(path) if not storage.is_folder(file)]
+    if not files:
+        raise ConfigError(f"{path}: there is no such folder")
+    about = "".join(sorted(f"{file}{storage.size(file)}" for file in files))
+    folder = _cache() / hashlib.sha256(about.encode()).hexdigest()[:32] / path.name
+    with _alone(folder.parent):
+        if not folder.exists():
+            tell(f"copying {path} to {folder.parent}")
+            with new_folder(folder) as partial:
+                for file in files:
+                    _fetch(file, partial / file.name)
+    return folder
+
+
+def _cache() -> Path:
+    return user_cache().expanduser() / "titanlite" / "fetched"
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Only one process of this machine is in the body."""
+    make_folder(folder)
+    with open(folder / ".lock", "w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        yield
+
+
+def _fetch(source: PurePath, target: Path) -> tuple[int, str]:
+    """Copy a file. Returns the size and the SHA-256 of the copy."""
+    size = storage_of(source).size(source)
+    bar = Progress(total=size, desc=source.name, unit="B", unit_scale=True, delay=2, leave=False)
+    with storage_of(source).open(source) as reader, open(target, "wb") as writer, bar:
+        while block := reader.read(BLOCK_BYTES):
+            writer.write(block)
+            bar.update(len(block))
+    with open(target, "rb") as copied:
+        return hash_stream(copied, target)

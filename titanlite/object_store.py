@@ -1,0 +1,687 @@
+"""Runs in a bucket: the storages s3://, gs:// and az://, by obstore (extra `cloud`).
+
+An object store has no folders, no renames and no locks, but it can create an object only if there is none,
+and replace it only if it is the version that was read. From these two this module makes what Storage
+promises:
+
+Folders that are renamed, which are those of checkpoints. `.partial-step-5-1a2b3c4d` is written to the keys
+`step-5/1a2b3c4d/...`. Renaming it to `step-5` creates the object `step-5/COMMIT`, which names these keys; a
+checkpoint without COMMIT does not exist. Renaming it again creates a COMMIT elsewhere that names the same
+keys, and deletes the first. If a process is killed in between, the next lock of the run folder deletes it.
+
+Files that are appended to are objects NAME.segments/GENERATION.NUMBER, of which the last is replaced while it
+is small. Replacing the file begins a generation; the newest counts.
+
+The lock is an object with a lease, which a thread renews. Its times are the store's own.
+
+A client of obstore hangs in a process that was forked after its parent used one. So only ranks may use these
+storages, and a client is refused in a forked child of a process that has one.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import re
+import socket
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from fnmatch import fnmatchcase
+from pathlib import PurePath, PurePosixPath
+from typing import Any, ClassVar, NamedTuple
+
+from titanlite.config.component import ConfigError
+from titanlite.config.paths import expand_home
+from titanlite.storage import FolderId, Lock, NewFile, P, Storage, parse_path
+
+COMMIT, SEGMENTS = "COMMIT", ".segments"
+PARTIAL = re.compile(r"\.partial-(.+)-([0-9a-f]{8})")
+RENAMED = re.compile(r"(?:\.trash-|quarantined-)?step-\d+(?:-.*)?")  # names of folders with a COMMIT
+SEGMENT_BYTES = 256 << 10
+SMALL_BYTES = 8 << 20  # files up to here are created by one request
+PART_BYTES, PARTS = 16 << 20, 4  # of an upload in parts: so many of this size are in host memory per file
+READ_BYTES = 8 << 20  # of a request for a range of a file that is read from one end to the other
+LEASE, RENEWAL_S = timedelta(seconds=60), 15.0
+RETRIES = {"max_retries": 8, "retry_timeout": timedelta(seconds=120)}  # with exponential back-off and jitter
+
+
+class Segments(NamedTuple):
+    """The objects of a file that is appended to: the keys of its newest generation in order, and those of
+    earlier ones."""
+
+    keys: list[str]
+    size: int
+    outdated: list[str]
+
+    @property
+    def generation(self) -> int:
+        return int(self.keys[0].rpartition("/")[2].partition(".")[0]) if self.keys else -1
+
+
+class Tail(NamedTuple):
+    """The last segment of a file that this process appends to."""
+
+    generation: int
+    number: int
+    data: bytes
+
+
+class ObjectStore(Storage):
+    """Base of the storages of object stores."""
+
+    commit_rule: ClassVar[str] = "create"
+
+    def path(self, text: str) -> PurePath:
+        path = PATHS[self.name](text.removeprefix(f"{self.name}://"))
+        if path.is_absolute() or len(path.parts) < 2 or ".." in path.parts:
+            raise ConfigError(f"{text}: expected {self.name}://BUCKET/FOLDER")
+        return path
+
+    def check_writable(self, folder: PurePath, key: str) -> None:
+        """Only checks that obstore is installed: more is not known before the first request."""
+        _obstore()
+
+    def exists(self, path: PurePath) -> bool:
+        return self.is_folder(path) or self._size(path) is not None
+
+    def is_folder(self, path: PurePath) -> bool:
+        prefix = _resolved(path)
+        if prefix is None or RENAMED.fullmatch(path.name):
+            return prefix is not None
+        with _errors(path):
+            return any(len(chunk) for chunk in _client(path).list(prefix, chunk_size=1))
+
+    def size(self, path: PurePath) -> int:
+        size = self._size(path)
+        if size is None:
+            raise _missing(path)
+        return size
+
+    def list(self, folder: P, pattern: str = "*") -> list[P]:
+        prefix = _resolved(folder)
+        if prefix is None:
+            return []
+        with _errors(folder):
+            listed = _client(folder).list_with_delimiter(prefix)
+        files = {PurePosixPath(item["path"]).name for item in listed["objects"]} - {COMMIT}
+        folders = {PurePosixPath(name).name for name in listed["common_prefixes"]}
+        names = files | {name.removesuffix(SEGMENTS) for name in folders}
+        found = [folder / name for name in names if fnmatchcase(name, pattern)]
+        found = [path for path in found if not RENAMED.fullmatch(path.name) or _resolved(path) is not None]
+        if pattern.startswith(".partial"):
+            partial = self._unfinished(folder, [name for name in folders if RENAMED.fullmatch(name)])
+            found += [folder / name for name in partial if fnmatchcase(name, pattern)]
+        return found
+
+    def open(self, path: PurePath) -> io.BufferedIOBase:
+        key = _resolved(path)
+        if key is None:
+            raise _missing(path)
+        if (size := _head(path, key)) is not None:
+            return io.BufferedReader(_Ranges(path, key, size), READ_BYTES)
+        if not (segments := _segments(path, key)).keys:
+            raise _missing(path)
+        return io.BytesIO(b"".join(_get(path, name) for name in segments.keys))
+
+    def create(self, path: PurePath) -> NewFile:
+        key = _resolved(path)
+        if key is None:
+            raise _missing(path)
+        return _NewObject(path, key)
+
+    def put(self, path: PurePath, data: bytes) -> None:
+        key = _existing(path)
+        segments = _segments(path, key)
+        if not segments.keys:
+            _put(path, key, data)
+            return
+        tail = Tail(segments.generation + 1, 0, data)
+        _put(path, _segment_key(key, tail), data)
+        with _errors(path):
+            _client(path).delete([*segments.keys, *segments.outdated, key])
+        _tails[str(path)] = tail
+
+    def append(self, path: PurePath, data: bytes) -> None:
+        key, tail = _existing(path), _tails.get(str(path))
+        if tail is None:
+            segments = _segments(path, key)
+            if _head(path, key) is not None:  # a file that nothing was appended to before
+                tail = Tail(segments.generation + 1, 0, _get(path, key))
+            else:
+                tail = Tail(max(segments.generation, 0), len(segments.keys), b"")
+        elif len(tail.data) >= SEGMENT_BYTES:
+            tail = Tail(tail.generation, tail.number + 1, b"")
+        tail = tail._replace(data=tail.data + data)
+        _put(path, _segment_key(key, tail), tail.data)
+        if str(path) not in _tails:
+            with _errors(path):
+                _client(path).delete([key])
+        _tails[str(path)] = tail
+
+    def rename(self, path: PurePath, target: PurePath) -> None:
+        if not RENAMED.fullmatch(target.name):
+            self._rename_file(path, target)
+            return
+        keys = _resolved(path)
+        if keys is None:
+            raise _missing(path)
+        is_partial = PARTIAL.fullmatch(path.name) is not None
+        pointer = {"keys": keys, "from": None if is_partial else _key(path)}
+        _create(target, f"{_key(target)}/{COMMIT}", json.dumps(pointer).encode())
+        if not is_partial:
+            with _errors(path):
+                _client(path).delete([f"{_key(path)}/{COMMIT}"])
+
+    def delete(self, path: PurePath) -> None:
+        prefix = _resolved(path)
+        if prefix is None or (PARTIAL.fullmatch(path.name) and self._may_be_written(path, prefix)):
+            return
+        with _errors(path):
+            client = _client(path)
+            keys = [
+                item["path"] for below in (prefix, f"{prefix}{SEGMENTS}") for item in _listed(path, below)
+            ]
+            client.delete([*keys, *([] if keys else [prefix])])
+            if RENAMED.fullmatch(path.name):
+                client.delete([f"{_key(path)}/{COMMIT}"])
+        _tails.pop(str(path), None)
+
+    def make_folder(self, path: PurePath) -> None:
+        """Nothing to do: a folder is there with its first object."""
+
+    def sync(self, path: PurePath) -> None:
+        """Nothing to do: a request that was answered outlasts a power loss."""
+
+    def free_bytes(self, folder: PurePath) -> int | None:
+        return None
+
+    def lock(self, path: PurePath) -> Lock:
+        _check_conditions(path)
+        return _Lease(path)
+
+    def folder_id(self, folder: PurePath) -> FolderId:
+        return FolderId(str(folder), 0, 0)
+
+    def _size(self, path: PurePath) -> int | None:
+        """The bytes of a file; None if there is none."""
+        key = _resolved(path)
+        if key is None:
+            return None
+        if (size := _head(path, key)) is not None:
+            return size
+        segments = _segments(path, key)
+        return segments.size if segments.keys else None
+
+    def _rename_file(self, path: PurePath, target: PurePath) -> None:
+        """Copy a small file, and delete the first."""
+        key, new_key = _existing(path), _existing(target)
+        _create(target, new_key, _get(path, key))
+        with _errors(path):
+            _client(path).delete([key])
+
+    def _unfinished(self, folder: PurePath, names: Sequence[str]) -> Sequence[str]:
+        """The names of folders of checkpoints whose keys no COMMIT names. `names`: of folders of
+        checkpoints."""
+        committed = {pointer["keys"] for _, pointer in _pointers(folder)}
+        found: Any = []
+        for name in names:
+            with _errors(folder):
+                below = _client(folder).list_with_delimiter(f"{_key(folder)}/{name}")["common_prefixes"]
+            parts = [PurePosixPath(prefix).name for prefix in below if prefix.rstrip("/") not in committed]
+            found += [f".partial-{name}-{part}" for part in parts]
+        return found
+
+    def _may_be_written(self, path: PurePath, prefix: str) -> bool:
+        """Whether an object of an unfinished checkpoint is so new that a process may still be writing to it,
+        by the store's own dates."""
+        newest = max((item["last_modified"] for item in _listed(path, prefix)), default=None)
+        return newest is not None and _now(path) - newest < LEASE
+
+
+@dataclass(frozen=True, kw_only=True)
+class S3(ObjectStore, name="s3"):
+    """Amazon S3 and stores with its interface. Credentials, region and endpoint: $AWS_ACCESS_KEY_ID,
+    $AWS_SECRET_ACCESS_KEY, $AWS_REGION, $AWS_ENDPOINT_URL, or those of the machine's role."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoogleCloud(ObjectStore, name="gs"):
+    """Google Cloud Storage. Credentials: $GOOGLE_APPLICATION_CREDENTIALS, or those of the machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Azure(ObjectStore, name="az"):
+    """Azure Blob Storage. Account and credentials: $AZURE_STORAGE_ACCOUNT_NAME and
+    $AZURE_STORAGE_ACCOUNT_KEY, or those of the machine."""
+
+
+class S3Path(PurePosixPath):
+    """The bucket, then the key."""
+
+    storage: ClassVar[Storage] = S3()
+
+    def __str__(self) -> str:
+        return f"{self.storage.name}://{super().__str__()}"
+
+
+class GoogleCloudPath(S3Path):
+    storage = GoogleCloud()
+
+
+class AzurePath(S3Path):
+    storage = Azure()
+
+
+PATHS: dict[str, type[PurePosixPath]] = {"s3": S3Path, "gs": GoogleCloudPath, "az": AzurePath}
+
+_clients: dict[tuple[str, str], Any] = {}  # by scheme and bucket
+_opened_in: list[int] = []  # the process that has opened them
+_tails: dict[str, Tail] = {}  # of the files that this process appends to
+
+
+def _obstore() -> Any:
+    try:
+        import obstore
+    except ImportError:
+        raise ConfigError("a bucket needs obstore: pip install 'titanlite[cloud]'") from None
+    return obstore
+
+
+def _client(path: PurePath) -> Any:
+    """obstore's client of the bucket of a path."""
+    scheme, bucket = path.storage.name, path.parts[0]  # type: ignore[attr-defined]
+    if _opened_in and _opened_in[0] != os.getpid():
+        raise RuntimeError(
+            f"{path} is used in a process that was forked after its parent had used a bucket, where obstore "
+            "hangs: start the process by spawn or forkserver"
+        )
+    if (scheme, bucket) not in _clients:
+        _obstore()
+        from obstore.store import AzureStore, GCSStore, S3Store
+
+        kinds: Any = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
+        config = {"checksum_algorithm": "SHA256"} if scheme == "s3" else {}
+        _opened_in[:] = [os.getpid()]
+        with _errors(path):
+            _clients[scheme, bucket] = kinds[scheme](
+                bucket, config=config, client_options={"allow_http": True}, retry_config=RETRIES
+            )
+    return _clients[scheme, bucket]
+
+
+def location(text: str) -> PurePath:
+    """The path that a word of a command names: of the local disk, or a URL of a storage. Raises
+    ConfigError."""
+    return parse_path(expand_home(text))
+
+
+def forget_clients() -> None:
+    """Close all clients, so that the next one has the environment's credentials. For tests."""
+    _clients.clear()
+    _opened_in.clear()
+    _tails.clear()
+
+
+def _key(path: PurePath) -> str:
+    """The key of a path as it is written, without its bucket."""
+    return "/".join(path.parts[1:])
+
+
+def _resolved(path: PurePath) -> str | None:
+    """The key, or the beginning of keys, that a path stands for; None if it is in a folder of a checkpoint
+    that does not exist."""
+    key = ""
+    for part in path.parts[1:]:
+        below = f"{key}/{part}".lstrip("/")
+        if match := PARTIAL.fullmatch(part):
+            below = f"{key}/{match[1]}/{match[2]}".lstrip("/")
+        elif RENAMED.fullmatch(part):
+            pointer = _pointer(path, f"{below}/{COMMIT}")
+            if pointer is None:
+                return None
+            below = pointer["keys"]
+        key = below
+    return key
+
+
+def _existing(path: PurePath) -> str:
+    """The key of a file whose folder exists."""
+    key = _resolved(path)
+    if key is None:
+        raise _missing(path)
+    return key
+
+
+def _pointer(path: PurePath, key: str) -> dict[str, Any] | None:
+    """The content of a COMMIT; None if there is none."""
+    with suppress(FileNotFoundError):
+        pointer: dict[str, Any] = json.loads(_get(path, key))
+        return pointer
+    return None
+
+
+def _pointers(folder: PurePath) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The keys and contents of all COMMITs in a folder and below."""
+    for item in _listed(folder, _key(folder)):
+        if item["path"].endswith(f"/{COMMIT}") and (pointer := _pointer(folder, item["path"])) is not None:
+            yield item["path"], pointer
+
+
+def _segments(path: PurePath, key: str) -> Segments:
+    items = sorted(_listed(path, f"{key}{SEGMENTS}"), key=lambda item: item["path"])
+    newest = items[-1]["path"].rpartition(".")[0] if items else ""
+    current = [item for item in items if item["path"].rpartition(".")[0] == newest]
+    outdated = [item["path"] for item in items if item["path"].rpartition(".")[0] != newest]
+    return Segments([item["path"] for item in current], sum(item["size"] for item in current), outdated)
+
+
+def _segment_key(key: str, tail: Tail) -> str:
+    return f"{key}{SEGMENTS}/{tail.generation:06}.{tail.number:06}"
+
+
+def _listed(path: PurePath, prefix: str) -> list[dict[str, Any]]:
+    """Key, size and date of the objects below a prefix, in the bucket of `path`."""
+    with _errors(path):
+        return [item for chunk in _client(path).list(prefix) for item in chunk]
+
+
+def _head(path: PurePath, key: str) -> int | None:
+    """The bytes of an object; None if there is none."""
+    try:
+        with _errors(path):
+            return int(_client(path).head(key)["size"])
+    except FileNotFoundError:
+        return None
+
+
+def _get(path: PurePath, key: str) -> bytes:
+    with _errors(path):
+        return bytes(_client(path).get(key).bytes())
+
+
+def _put(path: PurePath, key: str, data: bytes) -> None:
+    with _errors(path):
+        _client(path).put(key, data, use_multipart=False)
+
+
+def _create(path: PurePath, key: str, data: bytes) -> None:
+    """Create an object. Raises FileExistsError if there is another. After a lost answer, a repeated request
+    finds the object that the first one has created."""
+    try:
+        with _errors(path):
+            _client(path).put(key, data, mode="create", use_multipart=False)
+    except FileExistsError:
+        if _get(path, key) != data:
+            raise
+
+
+def _now(path: PurePath) -> datetime:
+    """The time by the store's clock."""
+    key = f"{path.parts[1]}/.clock-{uuid.uuid4().hex[:8]}"
+    _put(path, key, b"")
+    with _errors(path):
+        now: datetime = _client(path).head(key)["last_modified"]
+        _client(path).delete([key])
+    return now
+
+
+def _check_conditions(path: PurePath) -> None:
+    """Raises OSError for a store that ignores conditions: two runs could commit one step there."""
+    key = f"{_key(path.parent)}/.condition-{uuid.uuid4().hex[:8]}"
+    _put(path, key, b"1")
+    try:
+        with _errors(path):
+            _client(path).put(key, b"2", mode="create", use_multipart=False)
+    except FileExistsError:
+        return
+    finally:
+        with _errors(path):
+            _client(path).delete([key])
+    raise OSError(
+        errno.ENOTSUP, "this store ignores conditional writes (If-None-Match), which checkpoints need"
+    )
+
+
+def _missing(path: PurePath) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, "there is no such object", str(path))
+
+
+@contextmanager
+def _errors(path: PurePath) -> Iterator[None]:
+    """Turns obstore's errors into OSErrors that name the path."""
+    from obstore import exceptions
+
+    kinds: list[tuple[type[Exception], int]] = [
+        (exceptions.NotFoundError, errno.ENOENT),
+        (FileNotFoundError, errno.ENOENT),  # which some versions raise instead
+        (exceptions.AlreadyExistsError, errno.EEXIST),
+        (exceptions.PreconditionError, errno.ESTALE),
+        (exceptions.PermissionDeniedError, errno.EACCES),
+        (exceptions.UnauthenticatedError, errno.EACCES),
+        (Exception, errno.EREMOTEIO),
+    ]
+    try:
+        yield
+    except (exceptions.BaseError, OSError) as e:
+        if isinstance(e, OSError) and e.errno is not None:  # ours, from a call inside
+            raise
+        number = next(number for kind, number in kinds if isinstance(e, kind))
+        if number == errno.EREMOTEIO and re.search(r"QuotaExceeded|InsufficientStorage|\b507\b", str(e)):
+            number = errno.ENOSPC
+        raise OSError(number, _reason(str(e)), str(path)) from None
+
+
+def _reason(text: str) -> str:
+    """The reason in the message of one of obstore's errors, which may also have a whole answer of the
+    store."""
+    status = re.search(r"status code: (\d+ [\w ]+)", text)
+    code, message = (re.search(f"<{tag}>([^<]*)</{tag}>", text) for tag in ("Code", "Message"))
+    if status:
+        return ": ".join([status[1], *(match[1] for match in (code, message) if match)])
+    return " ".join(text.split("Debug source:")[0].split())[:300]
+
+
+class _Ranges(io.RawIOBase):
+    """An object that is read by requests for ranges."""
+
+    def __init__(self, path: PurePath, key: str, size: int):
+        self._path, self._key, self._size, self._at = path, key, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._range(min(self._at + len(buffer), self._size))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def readall(self) -> bytes:
+        return self._range(self._size)
+
+    def _range(self, end: int) -> bytes:
+        """The bytes from here to `end`, by parallel requests."""
+        starts = range(self._at, end, READ_BYTES)
+        if not starts:
+            return b""
+        ends = [min(start + READ_BYTES, end) for start in starts]
+        with _errors(self._path):
+            ranges = _client(self._path).get_ranges(self._key, starts=list(starts), ends=ends, coalesce=0)
+        data = b"".join(map(bytes, ranges))
+        if len(data) != end - self._at:
+            problem = f"{len(data)} of {end - self._at} bytes came back"
+            raise OSError(errno.EREMOTEIO, problem, str(self._path))
+        self._at = end
+        return data
+
+
+class _NewObject:
+    """An object that is written from one end to the other: by one request, or in parts."""
+
+    def __init__(self, path: PurePath, key: str):
+        self._path, self._key, self._data = path, key, io.BytesIO()
+        self._writer: Any = None
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        if self._writer is None:
+            self._data.write(data)
+            if self._data.tell() > SMALL_BYTES:
+                self._begin_parts()
+        else:
+            with _errors(self._path):
+                self._writer.write(data)
+        return len(data)
+
+    def _begin_parts(self) -> None:
+        if _head(self._path, self._key) is not None:
+            raise FileExistsError(errno.EEXIST, "the object exists", str(self._path))
+        with _errors(self._path):
+            self._writer = _obstore().open_writer(
+                _client(self._path), self._key, buffer_size=PART_BYTES, max_concurrency=PARTS
+            )
+            self._writer.write(self._data.getvalue())
+        self._data = io.BytesIO()
+
+    def flush(self) -> None:
+        """Nothing to do: `close` returns when the store has everything."""
+
+    def close(self) -> None:
+        if self._writer is None:
+            _create(self._path, self._key, self._data.getvalue())
+            return
+        with _errors(self._path):
+            self._writer.close()
+
+    def abort(self) -> None:
+        self._writer = None
+
+
+class _Lease(Lock):
+    """An object that names its owner and that its owner replaces every RENEWAL_S seconds. An owner that has
+    not replaced it for LEASE has lost it, and so has one whose process is known to have ended."""
+
+    def __init__(self, path: PurePath):
+        self._path, self._key = path, _key(path)
+        self._token, self._text = uuid.uuid4().hex, ""
+        self._version: Any = None
+        self._lost, self._ends = threading.Event(), threading.Event()
+        self._mutex = threading.Lock()
+        self._renewals: threading.Thread | None = None
+
+    def try_take(self) -> bool:
+        meta, content = self._read()
+        if meta is not None and not self._is_free(meta, content):
+            return False
+        try:
+            self._write("create" if meta is None else _version_of(meta))
+        except OSError as e:
+            if e.errno in (errno.EEXIST, errno.ESTALE):
+                return False  # another process was faster
+            raise
+        self._finish_renames()
+        self._renewals = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._renewals.start()
+        return True
+
+    def owner(self) -> str:
+        return str(self._read()[1].get("text", ""))
+
+    def write_owner(self, text: str) -> None:
+        self._text = text
+        with self._mutex:
+            self._write(self._version)
+
+    def is_lost(self) -> bool:
+        return self._lost.is_set()
+
+    def release(self) -> None:
+        self._ends.set()
+        if self._renewals is not None:
+            self._renewals.join()
+            with suppress(OSError), self._mutex:
+                if not self._lost.is_set():
+                    self._token = ""
+                    self._write(self._version)
+
+    def _read(self) -> tuple[Any, dict[str, Any]]:
+        """Version and date of the object, and its content; None and {} if there is none."""
+        try:
+            with _errors(self._path):
+                result = _client(self._path).get(self._key)
+                return result.meta, json.loads(bytes(result.bytes()) or b"{}")
+        except FileNotFoundError:
+            return None, {}
+        except ValueError:  # not a lock of titanlite's; its age counts
+            return result.meta, {"token": "unknown"}
+
+    def _is_free(self, meta: Any, content: dict[str, Any]) -> bool:
+        if not content.get("token"):
+            return True
+        if content.get("host") == socket.gethostname() and _has_ended(content.get("pid")):
+            return True
+        return bool(_now(self._path) - meta["last_modified"] > LEASE)
+
+    def _write(self, mode: Any) -> None:
+        """Replace the object under a condition. After a lost answer, a repeated request finds the object that
+        the first one has written."""
+        content = {"token": self._token, "text": self._text, "host": socket.gethostname(), "pid": os.getpid()}
+        data = json.dumps(content).encode()
+        try:
+            with _errors(self._path):
+                result = _client(self._path).put(self._key, data, mode=mode, use_multipart=False)
+        except OSError as e:
+            result, found = self._read() if e.errno in (errno.EEXIST, errno.ESTALE) else (None, {})
+            if found != content:
+                raise
+        self._version = _version_of(result)
+
+    def _renew(self) -> None:
+        """Replace the object from time to time."""
+        while not self._ends.wait(RENEWAL_S):
+            try:
+                with self._mutex:
+                    self._write(self._version)
+            except OSError as e:
+                if e.errno == errno.ESTALE and self._read()[1].get("token") != self._token:
+                    self._lost.set()
+                    return
+
+    def _finish_renames(self) -> None:
+        """Delete each COMMIT whose folder a killed process has begun to rename."""
+        pointers = dict(_pointers(self._path.parent))
+        for pointer in pointers.values():
+            before = f"{pointer['from']}/{COMMIT}"
+            if pointer["from"] and pointers.get(before, {}).get("keys") == pointer["keys"]:
+                with _errors(self._path):
+                    _client(self._path).delete([before])
+
+
+def _version_of(meta: Any) -> dict[str, str]:
+    """The condition that an object is still the one that `meta` describes."""
+    return {key: meta[key] for key in ("e_tag", "version") if meta[key] is not None}
+
+
+def _has_ended(pid: Any) -> bool:
+    """Whether a process of this machine has ended."""
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except (TypeError, ValueError, OSError):
+        return False
+    return False
