@@ -33,7 +33,7 @@ from titanlite.storage import parse_path, storage_of
 
 T = TypeVar("T")
 CONNECTIONS = 64  # requests at a time: S3 takes about 30 ms for a small one
-ATTEMPTS, MAX_DELAY_S = 7, 10.0
+ATTEMPTS, RETRY_S, MAX_DELAY_S = 7, 60.0, 10.0
 # Errors that come again at every attempt.
 FINAL = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ESTALE}
 
@@ -217,14 +217,15 @@ def load(located: Sequence[tuple[PackedSequences, int]]) -> None:
 
 def retried(call: Callable[[], T], path: PurePath) -> T:
     """Return the result of `call`, which reads `path` and is repeated after an OSError that may pass. Raises
-    ConfigError, and Unreadable if the error did not pass in half a minute."""
+    ConfigError, and Unreadable if the error does not pass."""
+    began = time.monotonic()
     for attempt in range(ATTEMPTS):
         try:
             return call()
         except OSError as e:
             if is_final(e):
                 raise ConfigError(explain(e, path)) from None
-            if attempt + 1 == ATTEMPTS:
+            if attempt + 1 == ATTEMPTS or time.monotonic() - began > RETRY_S:
                 raise Unreadable(explain(e, path)) from None
             time.sleep(delay_s(attempt))
     raise AssertionError
@@ -244,7 +245,7 @@ def explain(error: Exception, path: PurePath) -> str:
     """Return one line on an error of reading `path`."""
     if getattr(error, "errno", None) == errno.ESTALE:
         return (
-            f"{path}: {getattr(error, 'strerror', error)} since a run first used the dataset. "
+            f"{path}: the file has changed since a run first used the dataset. "
             "Compare it by `titanlite data verify`; if all hashes match, delete dataset-*/ in data.cache_dir"
         )
     reason = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__

@@ -4,6 +4,7 @@ than LRU; and that faults of the storage give the right tokens or one line, neve
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -32,13 +33,14 @@ from titanlite.data.dataset import Data, SequenceDataset
 from titanlite.data.downloads import Downloader, Downloads, NodeOrder
 from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.order import NEVER, Mixture, permute, unpermute
-from titanlite.data.remote_shards import RemoteTokens
+from titanlite.data.remote_shards import FileRange, RemoteTokens
 from titanlite.data.sequence_cache import OwnedCache, SequenceCache
 from titanlite.data.shards import TokenShards, token_dtype, write_description, write_shard
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.sources import Source, Tokens
 from titanlite.data.step_sizes import StepSize, StepSizes
 from titanlite.errors import LoaderError
+from titanlite.storage import parse_path, storage_of
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tokenizers.tiktoken import Tiktoken
 
@@ -497,3 +499,28 @@ def test_a_plan_says_what_a_storage_must_give(tmp_path: Path, capsys: pytest.Cap
     assert plan["storage"]["corpus_gib"] == pytest.approx(2 * num_tokens / 2**30)
     assert cli.run(["plan", *keys, f"--data.sources={source % (tmp_path / 'data')}"]) == 0
     assert json.loads(capsys.readouterr().out)["storage"] is None
+
+
+def test_workers_of_a_rank_that_has_used_a_bucket_get_its_sequences(
+    corpora: list[Path], tmp_path: Path, bucket: str
+) -> None:
+    """obstore hangs in a process that was forked after its parent has used it."""
+    folder = parse_path(f"s3://{bucket}/data/corpus")
+    for file in corpora[0].iterdir():
+        if not file.name.startswith("."):
+            storage_of(folder).put(folder / file.name, file.read_bytes())
+    sequences = build([str(folder)], tmp_path)
+    assert all(sequences.remote[0].tags.values())
+    sequences.use_cache(SequenceCache(tmp_path / "sequences"))
+    loader = SequenceLoader(sequences, order_of(), 2, False)
+    loader.prefetch(lambda order: Downloads(sequences, NodeOrder(order, [0], 200), LARGE))
+    try:
+        actual = [[next(loader).hash] for _ in range(20)]
+    finally:
+        loader.close()
+    assert actual == local_hashes([corpora[0]], tmp_path / "local", order_of(), 20)
+    name = next(iter(sequences.remote[0].sizes()))
+    storage_of(folder).put(folder / name, (corpora[0] / name).read_bytes()[::-1])
+    with pytest.raises(OSError, match="Precondition") as e:
+        sequences.remote[0].read_range(FileRange("tokens", 0, 0, 8))
+    assert e.value.errno == errno.ESTALE
