@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -60,6 +60,11 @@ class Mesh:
     def dp_rank(self) -> int:
         """This rank's number among the data-parallel ranks."""
         return self.coordinate.dp_replicate * self.degrees.dp_shard + self.coordinate.dp_shard
+
+    def dp_ranks(self, num_ranks: int) -> list[int]:
+        """The numbers among the data-parallel ranks of the `num_ranks` ranks from this one on."""
+        ranks = range(self.rank, self.rank + num_ranks)
+        return sorted({replace(self, rank=rank).dp_rank for rank in ranks})
 
     @property
     def shards(self) -> int:

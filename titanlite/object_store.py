@@ -131,6 +131,15 @@ class ObjectStore(Storage):
             raise _missing(path)
         return io.BytesIO(b"".join(_get(path, name) for name in segments.keys))
 
+    def tag(self, path: PurePath) -> str:
+        with _errors(path):
+            return str(_client(path).head(_existing(path))["e_tag"] or "")
+
+    def read_tagged(self, path: PurePath, tag: str, start: int, size: int) -> bytes:
+        options = {"range": (start, start + size)} | ({"if_match": tag} if tag else {})
+        with _errors(path):
+            return bytes(_client(path).get(_existing(path), options=options).bytes())
+
     def create(self, path: PurePath) -> NewFile:
         key = _resolved(path)
         if key is None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ from titanlite.checkpoint.start import Start, check_labels, check_run_identity, 
 from titanlite.checkpoint.state import BaseModel, TrainState, listed
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, Unreadable, keys_in
-from titanlite.data.dataset import RunSequences
-from titanlite.data.loader import Loader, LoaderLayout
+from titanlite.data.dataset import RunSequences, SequenceDataset
+from titanlite.data.downloads import Downloads, NodeOrder
+from titanlite.data.loader import Loader, LoaderLayout, MicroBatches, SequenceLoader
+from titanlite.data.sequence_cache import SequenceCache
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.sources import Source, short_names
 from titanlite.data.stream_source import Stream
@@ -47,6 +50,7 @@ from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import Clipper
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.ranks import Ranks
+from titanlite.runtime.environment import place
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, environment
 from titanlite.runtime.training import BatchLayout
@@ -353,8 +357,12 @@ def load_initial_weights(job: Job, state: TrainState, checkpoints: Checkpointer)
 
 
 def open_loader(parts: Parts, rt: Runtime, state: TrainState) -> Loader[Any]:
-    """The loader of this rank's micro-batches, which continues at the position of `state`."""
-    return parts.sequences.loader(
+    """The loader of this rank's micro-batches, which continues at the position of `state`. The first rank of
+    a node downloads the sequences of its ranks that are on a storage."""
+    sequences, data, here = parts.sequences, parts.job.data, place()
+    if isinstance(sequences, SequenceDataset) and sequences.remote:
+        sequences.use_cache(SequenceCache(Path(data.cache_dir) / "sequences"))
+    loader = sequences.loader(
         rt.mesh.dp_rank,
         parts.stages.step_sizes,
         first_sequence=state.num_sequences,
@@ -362,6 +370,16 @@ def open_loader(parts: Parts, rt: Runtime, state: TrainState) -> Loader[Any]:
         stream_state=state.stream,
         pin_memory=rt.device.type == "cuda",
     )
+
+    def downloads(order: MicroBatches) -> Downloads:
+        assert isinstance(sequences, SequenceDataset)
+        end = parts.stages.last_sequence(state.step, order.first_sequence, order.skipped)
+        max_bytes = int(data.cache_gib * 2**30)
+        return Downloads(sequences, NodeOrder(order, rt.mesh.dp_ranks(here.num_local_ranks), end), max_bytes)
+
+    if sequences.remote and isinstance(loader, SequenceLoader) and here.local_rank == 0:
+        loader.prefetch(downloads)
+    return loader
 
 
 def open_meter(parts: Parts, rt: Runtime, resumed_step: int, changes: Sequence[str]) -> Meter:

@@ -124,6 +124,18 @@ class Storage(Component):
             file.seek(start)
             return file.read(size)
 
+    def tag(self, path: PurePath) -> str:
+        """A text that changes with the content of a file, such as its e-tag; "" if the storage has none."""
+        return ""
+
+    def read_tagged(self, path: PurePath, tag: str, start: int, size: int) -> bytes:
+        """As `read`, of a file that has this tag; "": any. Raises OSError with errno ESTALE if it has another
+        one. A storage that can make a request on this condition does so."""
+        data = self.read(path, start, size)
+        if tag and self.tag(path) != tag:
+            raise OSError(errno.ESTALE, "the file has changed", str(path))
+        return data
+
     @abstractmethod
     def create(self, path: PurePath) -> NewFile:
         """A new file to write to, from one end to the other. Raises FileExistsError, here or when the file is

@@ -54,7 +54,7 @@ def assert_no_repeats(sequences: SequenceDataset, end: int) -> None:
     for number in range(end):
         packed, local = sequences.origin(number)
         by_source.setdefault(packed.fingerprint, []).append(local)
-    sizes = dict(zip((packed.fingerprint for packed in sequences._packed), sequences.sizes))
+    sizes = dict(zip((packed.fingerprint for packed in sequences.packed), sequences.sizes))
     for fingerprint, numbers in by_source.items():
         for begin in range(0, len(numbers), sizes[fingerprint]):
             epoch = numbers[begin : begin + sizes[fingerprint]]

@@ -45,8 +45,8 @@ from titanlite.corpus import plan_data
 from titanlite.corpus.megatron import Content, MegatronFile, MegatronTokens
 from titanlite.data.dataset import SequenceDataset, numbered
 from titanlite.data.packing import PACKINGS, PackedSequences
+from titanlite.data.remote_shards import open_tokens
 from titanlite.data.sharded_tokens import ShardedTokens
-from titanlite.data.shards import TokenShards
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.sources import short_names
 from titanlite.job import Job, build_tokenizer, load_job
@@ -104,7 +104,7 @@ def _verify(argv: Sequence[str]) -> int:
             counts = f"{file.num_documents:,} documents, {file.num_tokens:,} tokens"
             print(f"{path}: {counts}, {largest}, the index matches its data; {compared}")
         else:
-            shards = TokenShards(path)
+            shards = open_tokens(path, Path(cache_dir or CACHE_DIR))
             shards.verify()
             print(f"{path}: {shards.counts()}, all hashes match")
     return 0
@@ -219,7 +219,8 @@ def _numbering(identity: dict[str, Any], num_sequences: int) -> list[Any]:
 
 def _open(path: str, overrides: Sequence[str]) -> tuple[PackedSequences, Tokenizer]:
     tree, locator = toml.read(None, overrides)
-    prepared = None if _is_megatron(path) else TokenShards(path)
+    cache_dir = Path(tree.get("cache_dir", CACHE_DIR))
+    prepared = None if _is_megatron(path) else open_tokens(path, cache_dir)
     if prepared:
         tree.setdefault("tokenizer", prepared.prepared.get("tokenizer", {}))
     elif "tokenizer" not in tree:
@@ -232,7 +233,6 @@ def _open(path: str, overrides: Sequence[str]) -> tuple[PackedSequences, Tokeniz
             f"{tokenizer.fingerprint}: select the right tokenizer with --tokenizer.name, --tokenizer.path, "
             "..."
         )
-    cache_dir = Path(show.cache_dir)
     shards = prepared or MegatronTokens([path], tokenizer.vocab_size, cache_dir)
     return PACKINGS[show.packing](shards, show.seq_len, cache_dir, True), tokenizer
 

@@ -18,14 +18,17 @@ from titanlite.config.paths import PathText
 from titanlite.data.batch import Batch, MicroBatch
 from titanlite.data.held_out import HeldOut, HeldOutSource, ValidationSequences, read
 from titanlite.data.loader import Loader, MicroBatches, SequenceLoader
-from titanlite.data.order import MIXING_BLOCK, Mixture, key_of, permute, quotas
+from titanlite.data.order import MIXING_BLOCK, Mixture, key_of, quotas, shuffled, unshuffled
 from titanlite.data.packing import PACKINGS, ChunkedSequences, PackedSequences, TokenSequence
 from titanlite.data.reads import SourceReads
+from titanlite.data.remote_shards import RemoteTokens, load
+from titanlite.data.sequence_cache import SequenceCache
 from titanlite.data.skips import SkippedSequences, checked_range
 from titanlite.data.sources import Source, short_names
 from titanlite.data.step_sizes import StepSizes
 from titanlite.data.stream_sequences import StreamSequences, check_stream
 from titanlite.data.stream_source import Stream
+from titanlite.errors import LoaderError
 from titanlite.tokenizers.base import Tokenizer
 
 T = TypeVar("T")
@@ -54,7 +57,10 @@ class Data:
     num_workers: int = 2
     """Loader processes per rank; 0: the training process loads. Only a stream's order depends on it."""
     cache_dir: PathText = "outputs/cache"
-    """Folder for packing indices and tokens of sources that tokenise on first use."""
+    """Folder for packing indices, tokens of sources that tokenise on first use, and the cache of sources on a
+    storage; on a local disk."""
+    cache_gib: float = 100.0
+    """Most GiB per node for sequences of sources on a storage, such as s3://bucket/corpus."""
     verify: Literal["sizes", "full"] = "sizes"
     """Check of the shards at start: file sizes, or the SHA-256 of every file."""
 
@@ -77,6 +83,8 @@ class Data:
         if self.holdout_sequences and self.validation_sources:
             raise ConfigError("cannot be combined with validation_sources", "holdout_sequences")
         check_at_least(self, 0, "holdout_sequences", "num_workers")
+        if not 0 < self.cache_gib < 1 << 30:
+            raise ConfigError(f"{self.cache_gib} is not a size in GiB above 0", "cache_gib")
         for i, numbers in enumerate(self.skip_sequences):
             try:
                 checked_range(numbers)
@@ -109,6 +117,12 @@ class Data:
     def build(self, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> RunSequences:
         """Open the sources, and tokenise raw text on first use. Raises ConfigError for unusable
         input."""
+        sequences = self._build(tokenizer, seq_len, seed)
+        for shards in sequences.remote:
+            shards.materialise()
+        return sequences
+
+    def _build(self, tokenizer: Tokenizer, seq_len: int, seed: int) -> RunSequences:
         packed = self._open([] if self.stream else self.sources, tokenizer, seq_len, "data.sources")
         held_out = self._open(self.validation_sources, tokenizer, seq_len, "data.validation_sources")
         for_validation = {sequences.fingerprint for sequences in held_out}
@@ -149,7 +163,7 @@ class Data:
         )
         if not all(is_ready) or self.packing != "chunk":
             return None
-        return replace(self, verify="sizes").build(tokenizer, seq_len=seq_len, seed=seed)
+        return replace(self, verify="sizes")._build(tokenizer, seq_len, seed)
 
     def _open(
         self, sources: Sequence[Source], tokenizer: Tokenizer, seq_len: int, key: str
@@ -157,6 +171,9 @@ class Data:
         shards = _for_each(lambda source: source.build(tokenizer, Path(self.cache_dir)), sources, key)
         for dataset in shards if self.verify == "full" else []:
             dataset.verify()
+        for dataset in shards if self.packing != "chunk" else []:  # the packing index is made of the indices
+            if isinstance(dataset, RemoteTokens):
+                dataset.materialise()
         if len({dataset.fingerprint for dataset in shards}) < len(shards):
             raise ConfigError("two sources have the same tokens; merge them and add their weights", key)
         pack = PACKINGS[self.packing]
@@ -197,11 +214,11 @@ class SequenceDataset(ValidationSequences, Dataset):
         seed: int,
         identity: dict[str, Any],
     ):
-        self._packed, self._sources = [p for p, _ in sources], [s for _, s in sources]
+        self.packed, self._sources = [p for p, _ in sources], [s for _, s in sources]
         self._weights = [source.weight for source in self._sources]
         shares = self._shares(self._weights, "data.sources")
         held = quotas(shares, holdout)  # from the shares, so that equal identities hold out equal sequences
-        for packed, num_held in zip(self._packed, held):
+        for packed, num_held in zip(self.packed, held):
             if num_held >= len(packed):
                 raise ConfigError(
                     f"cannot hold out {num_held} sequences of {packed.shards.path}, which has {len(packed)}",
@@ -212,13 +229,14 @@ class SequenceDataset(ValidationSequences, Dataset):
             for_validation = _for_validation(validation)
         else:  # the numbers held out are by weight
             for_validation = _held_out("holdout", sources, held, [1.0] * len(held))
-        super().__init__(for_validation, self._packed[0].seq_len, identity["mask_documents"])
-        self.sizes = [len(packed) - num_held for packed, num_held in zip(self._packed, held)]
+        super().__init__(for_validation, self.packed[0].seq_len, identity["mask_documents"])
+        self.sizes = [len(packed) - num_held for packed, num_held in zip(self.packed, held)]
         self.epoch_sequences = sum(self.sizes)
         self.names = {packed.fingerprint: source.label for packed, source in sources}
         self.source_names = short_names(self._sources)
         self._seed, self._holdout = seed, holdout
         self._label_identity = identity
+        self.cache: SequenceCache | None = None
 
     def set_stages(
         self, sources: Sequence[Source], stages: Sequence[tuple[int, Sequence[float] | None]]
@@ -232,7 +250,7 @@ class SequenceDataset(ValidationSequences, Dataset):
             own = self._weights if weights is None else [weights[place] for place in places]
             shares.append(self._shares(own, "data.sources" if weights is None else f"stages.{i}.weights"))
         self._stage_firsts = [first for first, _ in stages]
-        fingerprints = [packed.fingerprint for packed in self._packed]
+        fingerprints = [packed.fingerprint for packed in self.packed]
         changes = [(first, share) for (first, _), share in zip(stages[1:], shares[1:])]
         self._mixture = Mixture(self.sizes, fingerprints, shares[0], self._seed, changes)
         self._blocks: dict[int, np.ndarray] = {}
@@ -248,7 +266,7 @@ class SequenceDataset(ValidationSequences, Dataset):
     def _shares(self, weights: Sequence[float], key: str) -> list[int]:
         """Return the sources' sequences in a mixing block."""
         shares = quotas(weights, MIXING_BLOCK)
-        for packed, weight, share in zip(self._packed, weights, shares):
+        for packed, weight, share in zip(self.packed, weights, shares):
             if weight and not share:
                 raise ConfigError(
                     f"{packed.shards.path}: the weight {weight:g} is too small a share of {sum(weights):g}; "
@@ -306,7 +324,7 @@ class SequenceDataset(ValidationSequences, Dataset):
         sequences of the data order, skipped ones included, one line per source. Raises ConfigError if the run
         reads a source for more than its max_epochs."""
         lines = []
-        for packed, reads, table in zip(self._packed, self.reads(), self._places):
+        for packed, reads, table in zip(self.packed, self.reads(), self._places):
             taken, size = reads.taken(num_sequences), reads.epoch
             epochs, share = taken / size, taken / max(num_sequences, 1)
             padding = f", {packed.padding_share:.2%} padding" if packed.padding_share else ""
@@ -328,19 +346,55 @@ class SequenceDataset(ValidationSequences, Dataset):
         warning if the ends of answers are not, and whether sequences cut them. The later part of a
         conversation that is cut is trained without its question. `seq_len`: the shortest one of all
         stages."""
-        masked = [packed for packed in self._packed if packed.shards.has_loss_mask]
+        masked = [packed for packed in self.packed if packed.shards.has_loss_mask]
         lines = [(p.shards.counts(), p.shards.warning, _reason_for_cuts(p, seq_len)) for p in masked]
         return [f"{p.shards.path}: {line}" for p, said in zip(masked, lines) for line in said if line]
 
     def training(self, numbers: np.ndarray) -> list[TokenSequence]:
         """Return training sequences by global number (int64 [n])."""
         origins = [self.origin(int(number)) for number in numbers]
+        load(origins)
         return [read(*origin, "", number) for number, origin in zip(numbers, origins)]
 
     def origin(self, number: int) -> tuple[PackedSequences, int]:
         """Return the source of a training sequence, and the sequence's number in that source."""
         k, local_number = self._mixing_block(number // MIXING_BLOCK)[:, number % MIXING_BLOCK].tolist()
-        return self._packed[k], local_number
+        return self.packed[k], local_number
+
+    def next_uses(
+        self,
+        packed: PackedSequences,
+        numbers: np.ndarray,
+        position: int,
+        is_taken: Callable[[np.ndarray], np.ndarray],
+        end: int,
+    ) -> np.ndarray:
+        """Return the number of the next training sequence, from `position` on, that each sequence of a source
+        (int64 [n], by its number in the source) is. `is_taken`: tells which training sequences count, if
+        their numbers are below `end`. -1 for sequences to validate on."""
+        uses = np.full(len(numbers), -1)
+        if packed not in self.packed:
+            return uses
+        k = self.packed.index(packed)
+        local = unshuffled(numbers, len(packed), packed.fingerprint) - self._held[k]
+        left, taken = np.flatnonzero(local >= 0), self._mixture.taken(position)[k]
+        before = np.full(len(numbers), taken)
+        while len(left):
+            before[left], uses[left] = self._mixture.next_use(k, local[left], before[left])
+            before[left] += 1
+            left = left[(uses[left] < end) & ~is_taken(uses[left])]
+        return uses
+
+    def use_cache(self, cache: SequenceCache) -> None:
+        """Read the sequences of remote sources from a cache, which a Downloader fills."""
+        self.cache = cache
+        for shards in self.remote:
+            shards.cache = cache
+
+    @property
+    def remote(self) -> list[RemoteTokens]:
+        training = [packed.shards for packed in self.packed]
+        return [*super().remote, *(dataset for dataset in training if isinstance(dataset, RemoteTokens))]
 
     def source_ids(self, numbers: Sequence[int]) -> torch.Tensor:
         """Return the source of each training sequence, by its place in `source_names`, int64 [n]."""
@@ -354,8 +408,8 @@ class SequenceDataset(ValidationSequences, Dataset):
         if b not in self._blocks:
             numbers = np.arange(b * MIXING_BLOCK, (b + 1) * MIXING_BLOCK)
             source_index, local_numbers = self._mixture.locate(numbers)
-            shuffled = self._shuffled(source_index, local_numbers + np.array(self._held)[source_index])
-            self._blocks[b] = np.stack([source_index, shuffled])
+            local_numbers = self._shuffled(source_index, local_numbers + np.array(self._held)[source_index])
+            self._blocks[b] = np.stack([source_index, local_numbers])
             if len(self._blocks) > 4:
                 self._blocks.pop(next(iter(self._blocks)))
         return self._blocks[b]
@@ -365,18 +419,19 @@ class SequenceDataset(ValidationSequences, Dataset):
 
         There are two permutations: this one is the same for all seeds and sets the first sequences aside for
         validation. Mixture's permutation, keyed by seed and epoch, orders all others."""
-        shuffled = np.empty_like(local_numbers)
+        result = np.empty_like(local_numbers)
         for k in np.unique(source_index):
-            packed, mask = self._packed[k], source_index == k
-            shuffled[mask] = permute(local_numbers[mask], len(packed), key_of("holdout", packed.fingerprint))
-        return shuffled
+            packed, mask = self.packed[k], source_index == k
+            result[mask] = shuffled(local_numbers[mask], len(packed), packed.fingerprint)
+        return result
 
-    def __getitems__(self, micro_batch: MicroBatch) -> Batch | ConfigError:
+    def __getitems__(self, micro_batch: MicroBatch) -> Batch | ConfigError | LoaderError:
         numbers, num_splits = micro_batch
         try:
             batch = self.batch(numbers, self.training(np.asarray(numbers)))
             return replace(batch, source_ids=self.source_ids(numbers)).split(num_splits)
-        except ConfigError as e:  # torch would add the worker's traceback, so SequenceLoader raises it
+        except (ConfigError, LoaderError) as e:
+            # torch would add the worker's traceback, so SequenceLoader raises the error.
             return e
 
 

@@ -13,6 +13,7 @@ from titanlite.data.batch import Batch, make_batch
 from titanlite.data.loader import LoaderLayout
 from titanlite.data.order import permute, quotas
 from titanlite.data.packing import PackedSequences, TokenSequence
+from titanlite.data.remote_shards import RemoteTokens, load
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,16 @@ class ValidationSequences:
         self.for_validation, self.seq_len, self._mask_documents = for_validation, seq_len, mask_documents
         self.num_held_out = len(for_validation)
 
+    @property
+    def remote(self) -> list[RemoteTokens]:
+        """The datasets on a storage that is not the local disk."""
+        shards = [source.packed.shards for source in self.for_validation.sources]
+        return [dataset for dataset in shards if isinstance(dataset, RemoteTokens)]
+
     def held_out(self, numbers: np.ndarray) -> list[TokenSequence]:
         """Return held-out sequences by number in [0, num_held_out) (int64 [n])."""
         located = self.for_validation.locate(numbers)
+        load(located)
         return [read(*place, "held-out ", number) for number, place in zip(numbers, located)]
 
     def batch(

@@ -14,7 +14,7 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -24,6 +24,7 @@ from titanlite.data.background import Background
 from titanlite.data.batch import Batch, MicroBatch
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.step_sizes import StepSize, StepSizes
+from titanlite.errors import LoaderError
 
 Item = TypeVar("Item")
 
@@ -70,6 +71,19 @@ class MicroBatches:
             for place in range(self.rank * size, step.global_batch_size, size * self.num_ranks):
                 yield MicroBatch(skipped.take(skipped.advance(first, place), size), step.num_splits)
             first = skipped.advance(first, step.global_batch_size)
+
+
+class Prefetcher(Protocol):
+    """Brings the sequences of the next steps to this node."""
+
+    def advance(self, position: int) -> None:
+        """Say that the sequences before `position` were taken."""
+
+    def check(self) -> None:
+        """Raise LoaderError if no more sequences come."""
+
+    def close(self) -> None:
+        """End it."""
 
 
 class Loader(ABC, Generic[Item]):
@@ -130,7 +144,12 @@ class Loader(ABC, Generic[Item]):
                 torch.cuda.set_device(device)  # the setting is per thread, and pinning memory uses it
             return iter(loader)
 
-        return Background(start, self.while_waiting)
+        return Background(start, self._while_waiting())
+
+    def _while_waiting(self) -> Callable[[float, str], None] | None:
+        """Return what is called while no batch arrives. It must not refer to the loader, which could not be
+        dropped then."""
+        return self.while_waiting
 
     def _settings(self) -> dict[str, Any]:
         """Return the arguments that all DataLoaders have."""
@@ -144,7 +163,7 @@ class Loader(ABC, Generic[Item]):
         }
 
 
-class SequenceLoader(Loader[Batch | ConfigError]):
+class SequenceLoader(Loader[Batch | ConfigError | LoaderError]):
     """The loader of numbered sequences. Its state is `{"sequences": n}`: all ranks together have returned
     sequences [0, n) of the data order, except the skipped ones. Which ones are skipped is not part of it."""
 
@@ -152,6 +171,30 @@ class SequenceLoader(Loader[Batch | ConfigError]):
         super().__init__(LoaderLayout(order.num_ranks, num_workers, order.micro_batch_size), pin_memory)
         self._sequences, self._order = sequences, order
         self._step_began, self._num_returned = order.first_sequence, 0
+        self._start_prefetcher: Callable[[MicroBatches], Prefetcher] | None = None
+        self._prefetcher: Prefetcher | None = None
+
+    def prefetch(self, start: Callable[[MicroBatches], Prefetcher]) -> None:
+        """Start a prefetcher of the sequences from the present position on, by `start`, now and whenever the
+        position is set."""
+        self._start_prefetcher, self._prefetcher = start, start(self._order)
+
+    def close(self) -> None:
+        super().close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+
+    def _while_waiting(self) -> Callable[[float, str], None] | None:
+        prefetcher, also = self._prefetcher, self.while_waiting
+        if prefetcher is None:
+            return also
+
+        def check(waited_s: float, worker: str) -> None:
+            prefetcher.check()
+            if also is not None:
+                also(waited_s, worker)
+
+        return check
 
     def state_dict(self) -> dict[str, int]:
         """Return the position. Every rank computes the same number, because all ranks return equally many
@@ -165,6 +208,8 @@ class SequenceLoader(Loader[Batch | ConfigError]):
         skipped = self._order.skipped if skipped is None else skipped
         self._order = replace(self._order, first_sequence=state["sequences"], skipped=skipped)
         self._step_began, self._num_returned = state["sequences"], 0
+        if self._start_prefetcher is not None:
+            self._prefetcher = self._start_prefetcher(self._order)
 
     def next_step(self, device: torch.device) -> tuple[StepSize, list[Batch]]:
         size = self._order.step_size(self._step_began)
@@ -177,12 +222,14 @@ class SequenceLoader(Loader[Batch | ConfigError]):
 
     def __next__(self) -> Batch:
         batch = self._next_item()
-        if isinstance(batch, ConfigError):
+        if isinstance(batch, (ConfigError, LoaderError)):
             raise batch
         order = self._order
         self._num_returned += order.micro_batch_size * order.num_ranks  # sequences of this step, of all ranks
         if self._num_returned >= order.step_size(self._step_began).global_batch_size:
             self._step_began, self._num_returned = self.state_dict()["sequences"], 0
+        if self._prefetcher is not None:
+            self._prefetcher.advance(self.state_dict()["sequences"])
         return batch
 
     def _data_loader(self) -> DataLoader[Any]:

@@ -1,21 +1,22 @@
 """The data order: pure functions of a seed and a sequence number, in explicit integer arithmetic.
 
-`permute` is a keyed bijection on [0, n): a balanced Feistel network with cycle walking (Black & Rogaway
-2002), which costs O(1) per index and no memory. For small n, where a Feistel network is measurably biased, it
-sorts random keys instead. `Mixture` maps the number of a training sequence to a source and a sequence in that
-source; every block of MIXING_BLOCK training sequences holds each source's exact quota. numpy's random
-generators are not used, because their values may change between versions (NEP 19). Tests pin golden
-values."""
+`permute` is a keyed bijection on [0, n), and `unpermute` its inverse: a balanced Feistel network with cycle
+walking (Black & Rogaway 2002), which costs O(1) per index and no memory. For small n, where a Feistel network
+is measurably biased, it sorts random keys instead. `Mixture` maps the number of a training sequence to a
+source and a sequence in that source; every block of MIXING_BLOCK training sequences holds each source's exact
+quota. numpy's random generators are not used, because their values may change between versions (NEP 19).
+Tests pin golden values."""
 
 from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
 
+NEVER = 1 << 62  # number of a sequence that no run reaches
 MIXING_BLOCK = 1000  # sequences in a mixing block: weights are exact to 1/1000
 ROUNDS = 8  # Feistel rounds; with 4 to 6 the statistics match a random permutation's at n >= 1000
 TABLE = 4096  # largest n whose permutation is a table
@@ -42,19 +43,43 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     if n <= TABLE:
         return _table(n, key)[index]
     half = _U64(((n - 1).bit_length() + 1) // 2)
-    mask = (_U64(1) << half) - _U64(1)
+    return _walk(index, n, half, lambda left, right: _rounds(left, right, half, _round_keys(key)))
+
+
+def unpermute(index: np.ndarray, n: int, key: int) -> np.ndarray:
+    """The inverse of `permute`."""
+    if n <= TABLE:
+        return np.argsort(_table(n, key), kind="stable")[index]
+    half = _U64(((n - 1).bit_length() + 1) // 2)
+    keys = _round_keys(key)[::-1]  # a Feistel network backwards is itself with its halves exchanged
+    return _walk(index, n, half, lambda left, right: _rounds(right, left, half, keys)[::-1])
+
+
+def _walk(
+    index: np.ndarray,
+    n: int,
+    half: np.uint64,
+    network: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, ...]],
+) -> np.ndarray:
+    """Apply a network that permutes [0, 4^half), with 4^half >= n, until the result is in [0, n): fewer than
+    4 times on average."""
     out = np.array(index, dtype=np.uint64)
     outside = np.ones(out.shape, dtype=bool)
-    # The network permutes [0, 4^k) with 4^k >= n. Apply it until the result is in [0, n): fewer than 4 times
-    # on average.
     while outside.any():
         x = out[outside]
-        left, right = x >> half, x & mask
-        for round_key in _round_keys(key):
-            left, right = right, left ^ (hash64(right, round_key) & mask)
+        left, right = network(x >> half, x & ((_U64(1) << half) - _U64(1)))
         out[outside] = (left << half) | right
         outside = out >= _U64(n)
     return out.astype(np.int64)
+
+
+def _rounds(
+    left: np.ndarray, right: np.ndarray, half: np.uint64, keys: Sequence[int]
+) -> tuple[np.ndarray, ...]:
+    mask = (_U64(1) << half) - _U64(1)
+    for round_key in keys:
+        left, right = right, left ^ (hash64(right, round_key) & mask)
+    return left, right
 
 
 @lru_cache(maxsize=64)
@@ -75,6 +100,16 @@ def quotas(weights: Sequence[float], total: int) -> list[int]:
     for k in by_remainder[: total - sum(counts)]:
         counts[k] += 1
     return counts
+
+
+def shuffled(local_numbers: np.ndarray, size: int, fingerprint: str) -> np.ndarray:
+    """Shuffle the sequences of a source with `size` sequences by a key of its content."""
+    return permute(local_numbers, size, key_of("holdout", fingerprint))
+
+
+def unshuffled(local_numbers: np.ndarray, size: int, fingerprint: str) -> np.ndarray:
+    """The inverse of `shuffled`."""
+    return unpermute(local_numbers, size, key_of("holdout", fingerprint))
 
 
 class Proportions:
@@ -108,6 +143,20 @@ class Proportions:
         sources, _ = self.locate(np.arange(end - rest, end))
         counts = np.bincount(sources, minlength=len(self.quotas))
         return (self._before + whole * np.asarray(self.quotas) + counts).tolist()
+
+    def before(self, k: int) -> int:
+        """Return how many sequences of source k have numbers below `first`."""
+        return int(self._before[k])
+
+    def number(self, k: int, taken: np.ndarray) -> np.ndarray:
+        """Return the numbers of the sequences of source k that have `taken` (int64 [n]) sequences of that
+        source before them: the inverse of `locate`."""
+        block, rank = np.divmod(taken - self._before[k], self.quotas[k])
+        place = rank.copy()
+        for b in np.unique(block) if self.quotas[k] < MIXING_BLOCK else ():
+            places = np.flatnonzero(self._places(int(b))[0] == k)
+            place[block == b] = places[rank[block == b]]
+        return self.first + block * MIXING_BLOCK + place
 
     def _places(self, b: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the source of each place in block `b`, and how many earlier places in the block have the
@@ -168,12 +217,33 @@ class Mixture:
         stage = self.stages[bisect_right(self._firsts, num_sequences) - 1]
         return stage.taken(num_sequences)
 
+    def next_use(self, k: int, sequence: np.ndarray, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return, for sequences of source k (int64 [n]), when each comes next after `taken` (int64 [n])
+        sequences of that source: how many sequences of the source come before that use, and the global number
+        of the use; NEVER if the last weights leave the source out."""
+        uses = np.empty_like(sequence)
+        epochs, left = taken // self.sizes[k], np.ones(len(sequence), dtype=bool)
+        while left.any():  # twice at most: in this epoch or in the next one
+            for e in np.unique(epochs[left]):
+                here = left & (epochs == e)
+                index = unpermute(sequence[here], self.sizes[k], self._epoch_key(k, int(e)))
+                uses[here] = e * self.sizes[k] + index
+            left &= uses < taken
+            epochs = epochs + left
+        numbers = np.full_like(uses, NEVER)
+        stage = np.searchsorted([stage.before(k) for stage in self.stages], uses, side="right") - 1
+        for i in np.unique(stage):
+            if self.stages[i].quotas[k]:
+                numbers[stage == i] = self.stages[i].number(k, uses[stage == i])
+        return uses, numbers
+
     def _epoch_sequence(self, k: int, taken: np.ndarray) -> np.ndarray:
         epoch, index = np.divmod(taken, self.sizes[k])
         sequence = np.empty_like(index)
         for e in np.unique(epoch):
             here = epoch == e
-            sequence[here] = permute(
-                index[here], self.sizes[k], key_of("epoch", self.seed, self.fingerprints[k], int(e))
-            )
+            sequence[here] = permute(index[here], self.sizes[k], self._epoch_key(k, int(e)))
         return sequence
+
+    def _epoch_key(self, k: int, epoch: int) -> int:
+        return key_of("epoch", self.seed, self.fingerprints[k], epoch)

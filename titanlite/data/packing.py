@@ -60,6 +60,16 @@ class PackedSequences:
         lengths, int64 [spans] each."""
         raise NotImplementedError
 
+    def reads(self, number: int) -> list[tuple[int, int]]:
+        """Return the ranges of tokens that reading a sequence reads: start and length of each."""
+        starts, lengths = self.spans(number)
+        return list(zip(starts.tolist(), lengths.tolist()))
+
+    @property
+    def content(self) -> str:
+        """Names what each sequence number stands for, also on other machines and in other runs."""
+        return f"{type(self).__name__} {self.seq_len} {self.fingerprint}"
+
     @property
     def fingerprint(self) -> str:
         """A fingerprint of the sequences' content, the key of shuffles."""
@@ -82,6 +92,9 @@ class ChunkedSequences(PackedSequences):
         starts = self.shards.document_starts(start, count) if self.with_document_starts else None
         tokens, loss_mask = self.shards.read(start, count), self.shards.loss_mask(start, count)
         return TokenSequence(tokens, starts, loss_mask=loss_mask)
+
+    def reads(self, number: int) -> list[tuple[int, int]]:
+        return [(number * self.seq_len, self.seq_len + 1)]
 
     def spans(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         start, count = number * self.seq_len, self.seq_len + 1

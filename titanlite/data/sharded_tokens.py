@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,11 +37,17 @@ class ShardedTokens(ABC):
     """Whether the dataset says for each token if it counts as a target."""
     num_trained: int | None = None
     """The number of tokens that count as targets; None without a loss mask, or if it is not recorded."""
+    is_remote = False
+    """Whether the files are on a storage that is not the local disk."""
     warning = ""
     """A warning about the loss masks, for messages; empty if there is none."""
 
     def __init__(
-        self, path: Path, vocab_size: int, tokens_by_shard: Sequence[int], documents_by_shard: Sequence[int]
+        self,
+        path: PurePath,
+        vocab_size: int,
+        tokens_by_shard: Sequence[int],
+        documents_by_shard: Sequence[int],
     ):
         self.path, self.vocab_size = path, vocab_size
         self.num_tokens, self.num_documents = sum(tokens_by_shard), sum(documents_by_shard)
@@ -60,7 +66,7 @@ class ShardedTokens(ABC):
         ConfigError, which names the first file that differs."""
 
     @abstractmethod
-    def bin_file(self, shard: int) -> Path:
+    def bin_file(self, shard: int) -> PurePath:
         """Return the file of a shard's token ids."""
 
     def counts(self) -> str:
@@ -94,8 +100,7 @@ class ShardedTokens(ABC):
         the file."""
         out = np.empty(count, dtype=np.int64)
         for shard, offset, place in self._ranges(start, count):
-            tokens = self._mapped("tokens", shard, self._open_tokens)
-            tokens = tokens[offset : offset + place.stop - place.start]
+            tokens = self._slice("tokens", shard, offset, place.stop - place.start)
             if (largest := tokens.max()) >= self.vocab_size:
                 raise ConfigError(
                     f"{self.bin_file(shard)}: token {offset + int(tokens.argmax())} is {largest}, the "
@@ -111,9 +116,14 @@ class ShardedTokens(ABC):
             return None
         out = np.empty(count, dtype=np.bool_)
         for shard, offset, place in self._ranges(start, count):
-            mask = self._mapped("mask", shard, self._open_loss_mask)
-            out[place] = mask[offset : offset + place.stop - place.start]
+            out[place] = self._slice("mask", shard, offset, place.stop - place.start)
         return out
+
+    def _slice(self, kind: str, shard: int, offset: int, count: int) -> np.ndarray:
+        """Return a range of a shard's token ids (kind "tokens") or of its loss mask ("mask")."""
+        open_file = self._open_tokens if kind == "tokens" else self._open_loss_mask
+        array: np.ndarray = self._mapped(kind, shard, open_file)
+        return array[offset : offset + count]
 
     def _ranges(self, start: int, count: int) -> Iterator[tuple[int, int, slice]]:
         """Yield the ranges of tokens [start, start + count) by shard: the shard, the first token in it, and

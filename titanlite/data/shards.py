@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -109,18 +109,13 @@ def write_description(
     write_atomically(folder / "dataset.json", json.dumps(description, indent=1) + "\n")
 
 
-class TokenShards(ShardedTokens):
-    """A dataset directory.
+class PreparedTokens(ShardedTokens):
+    """A dataset that dataset.json describes, wherever its files are. `description`: a checked one."""
 
-    Opening checks dataset.json and every file's size; raises ConfigError, which names the file. `verify()`
-    compares hashes.
-    """
-
-    def __init__(self, path: str | Path):
-        description = _read_description(Path(path))
+    def __init__(self, path: PurePath, description: dict[str, Any]):
         self._shards, self._dtype = description["shards"], np.dtype(description["dtype"])
         super().__init__(
-            Path(path),
+            path,
             description["vocab_size"],
             tokens_by_shard=[shard["tokens"] for shard in self._shards],
             documents_by_shard=[shard["documents"] for shard in self._shards],
@@ -135,15 +130,45 @@ class TokenShards(ShardedTokens):
         hashes = "".join(s[f"{kind}_sha256"] for s in self._shards for kind in self._kinds)
         content = f"{self.tokenizer_fingerprint}{self._dtype}{hashes}"
         self._fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
-        for shard in self._shards:
-            self._check_size(f"{shard['name']}.bin", shard["tokens"] * self._dtype.itemsize)
-            self._check_size(f"{shard['name']}.idx", (shard["documents"] + 1) * 8)
-            if self.has_loss_mask:
-                self._check_size(f"{shard['name']}.mask", shard["tokens"])
 
     @property
     def fingerprint(self) -> str:
         return self._fingerprint
+
+    def bin_file(self, shard: int) -> PurePath:
+        return self.path / f"{self._shards[shard]['name']}.bin"
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes that each file must have, by its name."""
+        of_tokens = {"bin": self._dtype.itemsize, "mask": 1}
+        return {
+            f"{shard['name']}.{kind}": (
+                (shard["documents"] + 1) * 8 if kind == "idx" else shard["tokens"] * of_tokens[kind]
+            )
+            for shard in self._shards
+            for kind in self._kinds
+        }
+
+    def _advice(self) -> str:
+        return (
+            f"the file is damaged. Check all files with `titanlite data verify {self.path}`, then "
+            "prepare the dataset again"
+        )
+
+
+class TokenShards(PreparedTokens):
+    """A dataset directory on the local disk.
+
+    Opening checks dataset.json and every file's size; raises ConfigError, which names the file. `verify()`
+    compares hashes.
+    """
+
+    path: Path
+
+    def __init__(self, path: str | Path):
+        super().__init__(Path(path), _read_description(Path(path)))
+        for name, size in self.sizes().items():
+            self._check_size(name, size)
 
     def verify(self) -> None:
         """Compare the SHA-256 of every file with dataset.json. Raises ConfigError, which names the first file
@@ -156,9 +181,6 @@ class TokenShards(ShardedTokens):
                         f"{file}: its SHA-256 differs from that in dataset.json; prepare the dataset again"
                     )
 
-    def bin_file(self, shard: int) -> Path:
-        return self.path / f"{self._shards[shard]['name']}.bin"
-
     def _open_tokens(self, shard: int) -> np.ndarray:
         return np.asarray(np.memmap(self.bin_file(shard), self._dtype, mode="r"))
 
@@ -167,12 +189,6 @@ class TokenShards(ShardedTokens):
 
     def _open_loss_mask(self, shard: int) -> np.ndarray:
         return np.asarray(np.memmap(self.bin_file(shard).with_suffix(".mask"), np.uint8, mode="r"))
-
-    def _advice(self) -> str:
-        return (
-            f"the file is damaged. Check all files with `titanlite data verify {self.path}`, then "
-            "prepare the dataset again"
-        )
 
     def _check_size(self, name: str, expected: int) -> None:
         try:
@@ -199,6 +215,11 @@ def _read_description(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: {e.strerror}; expected a directory made by `titanlite prepare`") from None
     except ValueError as e:
         raise ConfigError(f"{file} does not describe a dataset: {e}") from None
+    return checked_description(description, file)
+
+
+def checked_description(description: dict[str, Any], file: PurePath) -> dict[str, Any]:
+    """Return the content of a dataset.json. Raises ConfigError if it is not valid."""
     try:
         _check_description(description)
     except ValueError as e:

@@ -17,8 +17,10 @@ from pathlib import Path, PurePath
 
 from titanlite.config.component import Component, ConfigError, label
 from titanlite.config.paths import PathText
+from titanlite.data.remote_shards import open_tokens
 from titanlite.data.sharded_tokens import ShardedTokens
-from titanlite.data.shards import TokenShards
+from titanlite.data.shards import PreparedTokens
+from titanlite.storage import parse_path
 from titanlite.tokenizers.base import Tokenizer
 
 
@@ -28,9 +30,7 @@ class Source(Component, makes=(ShardedTokens,)):
 
     A subclass implements `build`. To train on documents from Python code, subclass DocumentSource instead,
     which needs two simpler methods. Keys of ConfigErrors are relative to the source, such as `path`.
-    `uses_cache`: whether `build` may write to the cache."""
-
-    uses_cache = True
+    """
 
     weight: float = 1.0
     """Share of the training sequences, relative to all weights. 0: read only in stages that give a weight."""
@@ -45,6 +45,11 @@ class Source(Component, makes=(ShardedTokens,)):
             )
         if not 0 <= self.max_epochs < float("inf"):
             raise ConfigError(f"{self.max_epochs} is below 0 or not finite", "max_epochs")
+
+    @property
+    def uses_cache(self) -> bool:
+        """Whether `build` may write to the cache."""
+        return True
 
     @abstractmethod
     def build(self, tokenizer: Tokenizer, cache_dir: Path) -> ShardedTokens:
@@ -81,15 +86,18 @@ class Tokens(Source, name="tokens"):
     """A dataset directory made by `titanlite prepare` or by `write_shards`."""
 
     path: PathText
-    """The directory with dataset.json."""
-    uses_cache = False
+    """The directory with dataset.json, on this machine or as the URL of a storage, such as s3://bucket/corpus."""
+
+    @property
+    def uses_cache(self) -> bool:
+        return not isinstance(parse_path(self.path, "path"), Path)
 
     def check(self, tokenizer: Tokenizer) -> bool:
         self.build(tokenizer, Path())
         return True
 
-    def build(self, tokenizer: Tokenizer, cache_dir: Path) -> TokenShards:
-        shards = TokenShards(self.path)
+    def build(self, tokenizer: Tokenizer, cache_dir: Path) -> PreparedTokens:
+        shards = open_tokens(self.path, cache_dir)
         if shards.tokenizer_fingerprint != tokenizer.fingerprint:
             recorded = shards.prepared.get("tokenizer")
             made_with = label(str(recorded["name"]), str(recorded.get("path", ""))) if recorded else ""

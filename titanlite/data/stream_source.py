@@ -74,7 +74,10 @@ class Stream(Source, name="stream"):
     """At a document without text (null, missing, another type, not Unicode), `stop` the run, or `skip` it and
     log the number. It may change on resume."""
     only = "sources"  # not validation_sources
-    uses_cache = False
+
+    @property
+    def uses_cache(self) -> bool:
+        return False
 
     def __post_init__(self) -> None:
         super().__post_init__()

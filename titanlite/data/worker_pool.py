@@ -34,7 +34,7 @@ def worker_pool(
     if processes <= 1:
         pool = ThreadPoolExecutor(1, initializer=begin, initargs=(state,))
     else:  # spawned, not forked: this process may have threads, CUDA or process groups
-        pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, (begin, state))
+        pool = ProcessPoolExecutor(processes, get_context("spawn"), begin_worker, (begin, state))
     try:
         yield pool
     except BaseException:
@@ -46,7 +46,8 @@ def worker_pool(
         pool.shutdown()
 
 
-def _begin(begin: Callable[[Any], None], state: Any) -> None:
+def begin_worker(begin: Callable[[Any], None], state: Any) -> None:
+    """In a new process that is to end with its parent: call `begin(state)`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     begin(state)

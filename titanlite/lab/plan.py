@@ -18,7 +18,8 @@ from typing import Any
 from titanlite import start
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
-from titanlite.data.dataset import RunSequences
+from titanlite.data.dataset import RunSequences, SequenceDataset
+from titanlite.data.remote_shards import RemoteTokens
 from titanlite.job import Job, load_job
 from titanlite.lab import fit
 from titanlite.lab.calibration import Measurement, planned_gpus, read_measurement
@@ -107,6 +108,7 @@ def _plan(job: Job, options: Namespace) -> dict[str, Any]:
         "fits": layout.verdict,
         "time": time,
         "checkpoint": {"gib": _checkpoint_bytes(run) / GIB},
+        "storage": _storage(job, sequences, time, cluster),
         "optimum": None
         if job.lora.enable or options.fit or run.shape.num_experts
         else _optimum(model["parameters"], length["tokens"]),
@@ -221,6 +223,28 @@ def _checkpoint_bytes(run: PlannedRun) -> float:
     """Weights, averages and optimizer state of a checkpoint."""
     trained = [p for p in run.parameters if p.is_trained]
     return sum(math.prod(p.shape) * (4 * (1 + run.job.ema.enable) + p.state_bytes) for p in trained)
+
+
+def _storage(
+    job: Job, sequences: RunSequences | None, time: dict[str, Any] | None, cluster: Cluster
+) -> dict[str, Any] | None:
+    """What a node reads from storages while its cache does not have the sequences, and the cache that holds
+    all of them; None without such sources."""
+    if not isinstance(sequences, SequenceDataset) or time is None:
+        return None
+    shares = [(p, entry["share"]) for p, entry in zip(sequences.packed, sequences.shares())]
+    remote = [(p.shards, share) for p, share in shares if isinstance(p.shards, RemoteTokens)]
+    if not remote:
+        return None
+    rate = time["tokens_per_second_per_gpu"] * cluster.gpus_per_node  # tokens/s of a node
+    num_files = sum(share * (1 + shards.has_loss_mask) for shards, share in remote)
+    return {
+        "bytes_per_second_per_node": rate * sum(share * shards.bytes_per_token for shards, share in remote),
+        "requests_per_second_per_node": rate / job.training.seq_len * num_files,
+        "corpus_gib": sum(shards.num_tokens * shards.bytes_per_token for shards, _ in remote) / GIB,
+        "cache_gib": job.data.cache_gib,
+        "nodes": cluster.gpus // cluster.gpus_per_node,
+    }
 
 
 def _optimum(parameters: float, tokens: float) -> dict[str, float]:
@@ -349,9 +373,9 @@ def _time_text(plan: dict[str, Any]) -> str:
 def _advice(plan: dict[str, Any]) -> str:
     saved, best, run = plan["checkpoint"], plan["optimum"], plan["run"]
     size = f"{saved['gib']:.1f} GiB" if saved["gib"] >= 1 else f"{1024 * saved['gib']:.1f} MiB"
-    lines = [f"checkpoint: {size}"]
+    lines = [f"checkpoint: {size}", *_storage_text(plan["storage"])]
     if best is None:  # the law is of dense models trained from scratch; or the runs of --fit have a law
-        return lines[0]
+        return "\n".join(lines)
     excess = f"{best['excess']:.2f}" if best["excess"] >= NEAR_OPTIMUM else f"less than {NEAR_OPTIMUM}"
     lines += [
         f"compute-optimal for as many parameters x tokens: {short(best['parameters'])} parameters on "
@@ -362,6 +386,17 @@ def _advice(plan: dict[str, Any]) -> str:
         least = f"{short(LEAST_PARAMETERS)} parameters and {short(LEAST_TOKENS)} tokens"
         lines[-2] += f"; extrapolated, because the law's runs had at least {least}"
     return "\n".join(lines)
+
+
+def _storage_text(storage: dict[str, Any] | None) -> list[str]:
+    if storage is None:
+        return []
+    rates = storage["bytes_per_second_per_node"] / 1e6, storage["requests_per_second_per_node"]
+    size = 1.1 * storage["corpus_gib"]  # benchmarks/results/shard_cache.json: at most 1.07, and some room
+    return [
+        f"storage: {_rounded(rates[0])} MB/s and {_rounded(rates[1])} requests/s per node for sequences that "
+        f"its cache lacks; all of them take {_rounded(size)} GiB, data.cache_gib is {storage['cache_gib']:g}"
+    ]
 
 
 def _rounded(number: float) -> str:
