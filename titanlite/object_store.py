@@ -553,7 +553,7 @@ class _NewObject:
                 self._begin_parts()
         else:
             with _errors(self._path):
-                self._writer.write(data)
+                self._writer.write(bytes(data))  # obstore sends it later, and the caller may reuse its memory
         return len(data)
 
     def _begin_parts(self) -> None:

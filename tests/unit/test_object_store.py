@@ -279,11 +279,13 @@ def test_appends_survive_a_kill_and_a_replacement(folder: PurePath, monkeypatch:
 def test_large_files_are_sent_in_parts_and_read_by_ranges(
     folder: PurePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = os.urandom(object_store.SMALL_BYTES + 12345)
+    data = os.urandom(object_store.SMALL_BYTES + 3 * object_store.PART_BYTES + 12345)
     storage, path = storage_of(folder), folder / "large"
-    file = storage.create(path)
+    file, reused = storage.create(path), bytearray(1 << 20)  # torch.save writes from memory that it reuses
     for start in range(0, len(data), 1 << 20):
-        file.write(memoryview(data)[start : start + (1 << 20)])
+        part = data[start : start + (1 << 20)]
+        reused[: len(part)] = part
+        file.write(memoryview(reused)[: len(part)])
     file.close()
     assert storage.read(path) == data
     with storage.open(path) as stream:
