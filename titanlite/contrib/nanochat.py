@@ -3,7 +3,8 @@ the family `gpt` (nanochat at 92d63d4, July 2026).
 
 nanochat rotates queries and keys by the negative angle, which is titanlite's rotation with the two halves of
 each head exchanged: the rows of their projections are exchanged here. Its windows do not count the token
-itself.
+itself. Its norms have the epsilon of F.rms_norm without one (fp32: 1.2e-7; bf16, on some devices: 0.0078),
+which no checkpoint tells; gpt's is 1e-6, and `model.overrides.norm_eps` changes it.
 """
 
 from __future__ import annotations

@@ -4,12 +4,15 @@ export gives the same tensors back. The values were recorded by benchmarks/nanoc
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.gpt_quality import Scorer, default_eps
 from tests.support.jobs import make_job
 from tests.support.nanochat import CONFIG, FIELDS, random_tensors, tokens, write_checkpoint
 from titanlite.config.component import ConfigError
@@ -61,6 +64,32 @@ def test_control_rows_of_queries_that_stay_are_another_model(
     monkeypatch.setattr(nanochat, "EXCHANGED", ("nothing",))
     with pytest.raises(AssertionError):
         assert_recorded(loaded(write_checkpoint(tmp_path / "d5")))
+
+
+def test_the_benchmark_scores_the_tokens_of_documents_of_any_length(tmp_path: Path) -> None:
+    net, documents = loaded(write_checkpoint(tmp_path / "d5")), [[0] * 9, tokens()[0, :30].tolist()]
+    scorer: Any = SimpleNamespace(
+        documents=documents, device=torch.device("cpu"), num_bytes=100,
+        tokenizer=SimpleNamespace(bos=0, vocab_size=320),
+    )  # fmt: skip
+    losses = [
+        torch.nn.functional.cross_entropy(
+            net(torch.tensor([ids]))[0, :-1], torch.tensor(ids[1:]), reduction="sum"
+        )
+        for ids in documents
+    ]
+    wanted = sum(losses).item() / math.log(2) / 100
+    assert Scorer.bits_per_byte(scorer, net) == pytest.approx(wanted, rel=1e-5)
+    scorer.documents = documents[:1]  # control
+    assert Scorer.bits_per_byte(scorer, net) != pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_benchmark_measures_the_epsilon_of_norms(dtype: torch.dtype) -> None:
+    x = torch.full((8,), 1e-3, dtype=dtype)
+    eps = default_eps(x.device, dtype)
+    assert torch.equal(torch.nn.functional.rms_norm(x, (8,)), torch.nn.functional.rms_norm(x, (8,), eps=eps))
+    assert not torch.equal(torch.nn.functional.rms_norm(x, (8,)), x / 1e-3)  # control: an epsilon matters
 
 
 def test_a_run_starts_from_it_and_its_export_is_nanochats(
