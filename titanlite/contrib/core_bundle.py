@@ -98,7 +98,7 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
     try:
         import yaml
     except ImportError:
-        raise ConfigError("reading core.yaml needs PyYAML: pip install pyyaml") from None
+        raise ConfigError("reading core.yaml needs PyYAML: pip install 'titanlite[data]'") from None
     text = read_text(path)
     try:
         entries = yaml.safe_load(text)["icl_tasks"]
