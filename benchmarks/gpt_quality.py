@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
@@ -197,6 +198,15 @@ def record_run(folder: Path, options: argparse.Namespace) -> None:
 # ---- scores
 
 
+def default_eps(device: torch.device, dtype: torch.dtype) -> float:
+    """The epsilon of F.rms_norm without one, as nanochat calls it: of the dtype or of fp32, which depends on
+    the device and on PyTorch's version."""
+    x = torch.full((8,), 1e-6, device=device, dtype=dtype)
+    measured = (x / F.rms_norm(x, (8,))).float().square().mean().item()
+    choices = (torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    return min(choices, key=lambda eps: abs(math.log(measured / eps)))
+
+
 class Scorer:
     """Scores models on the held-out documents."""
 
@@ -204,6 +214,7 @@ class Scorer:
         tokenizer = _tokenizer(folder / "tokenizer.tiktoken").build()
         lines = (folder / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
         self.documents, self.device = list[list[int]](), pick_device()
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.tokenizer, self.num_bytes = tokenizer, 0
         num_bytes = torch.load(folder / "nanochat/tokenizer/token_bytes.pt").tolist()
         for line in lines:
@@ -221,7 +232,7 @@ class Scorer:
         letters = (config["window_pattern"] * config["n_layer"])[: config["n_layer"] - 1] + "L"
         overrides = {
             "layer_pattern": letters, "sliding_window": window if "S" in letters else 0,
-            "norm_eps": torch.finfo(torch.bfloat16).eps, "vocab_size": VOCAB_SIZE,
+            "norm_eps": default_eps(self.device, self.dtype), "vocab_size": VOCAB_SIZE,
         }  # fmt: skip
         folder = model_file.parent / f"only_{model_file.stem}"
         folder.mkdir(exist_ok=True)
@@ -237,7 +248,7 @@ class Scorer:
         weights, net = open_weights(folder, family), family.build()
         check(weights, family)
         load_weights(weights, net)
-        return net.to(self.device, torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        return net.to(self.device, self.dtype)
 
     @torch.no_grad()
     def bits_per_byte(self, net: Decoder) -> float:
@@ -259,7 +270,7 @@ class Scorer:
                 inputs,
                 head_fn=lambda h, w, y=targets: score_targets(h, w, y, self.tokenizer.vocab_size, vocabulary),
             )
-            total -= scores[:, 0].double().sum().item()
+            total -= scores[..., 0].double().sum().item()
         return total / math.log(2) / self.num_bytes
 
 

@@ -168,10 +168,9 @@ def score_tasks(
     turns = range(rt.mesh.dp_rank, padded, stride)
     for turn in Progress(turns, desc="tasks", unit="batch", delay=2, leave=False, disable=rt.rank > 0):
         own = batches[turn] if turn < len(batches) else []
-        batch, segments = make_task_batch(own)
-        segments = None if segments is None else segments.to(rt.device)
-        result = model.score(batch.to(rt.device), vocab_size, segments).cpu().double()
-        for row, values in zip(own, result.view(len(result), -1, 2)):
+        batch, segments, num_segments = make_task_batch(own)
+        result = model.score(batch.to(rt.device), vocab_size, segments.to(rt.device), num_segments)
+        for row, values in zip(own, result.cpu().double()):
             scores[row.numbers] = values[: len(row.numbers)]
     by_task = rt.ranks.sum(scores).split([len(task.requests) for task in tasks])
     return [scores.numpy() for scores in by_task]

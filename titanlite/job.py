@@ -184,7 +184,6 @@ class Job:
                     != "float32",
                 },
             )
-        self.loss.check_softcap(getattr(self.model.config, "logit_softcap", 0.0))
         self.moe.check(self.model.num_experts, trains_adapters=self.lora.enable)
         self.lora.check(self.checkpoint.initial_load_path, self.float8.enable)
         if training.enable_cpu_offload:
@@ -199,8 +198,10 @@ class Job:
         self.resolved(world_size)
 
     def build_on_meta(self) -> Decoder:
-        """Build the whole model, with its adapters if there are any, without memory for its weights."""
+        """Build the whole model, with its adapters if there are any, without memory for its weights. Raises
+        ConfigError if the loss does not support the model's logits."""
         net = self.model.build_on_meta()
+        self.loss.check_softcap(net.logit_softcap)
         self.lora.apply(net, self.parallelism.pipeline_parallel_degree > 1)
         return net
 

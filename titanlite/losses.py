@@ -106,8 +106,8 @@ class Loss(Component, makes=(Callable,)):  # type: ignore[arg-type]
         """Raises ConfigError if the model caps its logits (Decoder.logit_softcap) and the loss does not."""
         if softcap and not self.supports_softcap:
             raise ConfigError(
-                f"the model caps its logits, which {self.name} does not support (supports_softcap); set "
-                "model.overrides.logit_softcap = 0.0 for a new model",
+                f"the model caps its logits, which {self.name} does not support (supports_softcap); use "
+                "another loss or, for a new model of the family gpt, model.overrides.logit_softcap = 0.0",
                 "loss.name",
             )
 
@@ -274,7 +274,7 @@ def loss_and_gradient_(
     (log Z)^2, Z = sum(exp(logits)). Overwrites the logits, which belong to this rank's shard of the
     vocabulary, with the gradient of both: p (1 + 2 c log Z), minus 1 at the target. Logits of a token
     that does not count become an arbitrary finite number. The logits are not yet capped by
-    `vocabulary.softcap`, and the gradient is theirs.
+    `vocabulary.softcap`, and the gradient is of the uncapped logits.
 
     Written so that the compiler makes two kernels: one for maximum and sum, one for the gradient. Values per
     token are computed outside the second kernel, which works per element.
@@ -309,10 +309,14 @@ def eager_loss_and_gradient_(
     """loss_and_gradient_ for the whole vocabulary without compilation, in the fewest passes over the logits:
     torch's fused log-softmax and an exponential."""
     if softcap:
-        capped_CV = soft_capped(logits_CV.float(), softcap)
-        slope_CV = 1 - (capped_CV / softcap).square()
-        total = eager_loss_and_gradient_(capped_CV, targets_C, z_loss_multiplier)
-        torch.mul(capped_CV, slope_CV, out=logits_CV)
+
+        def capped() -> torch.Tensor:  # with a single fp32 copy in memory
+            return logits_CV.to(torch.float32, copy=True).div_(softcap).tanh_().mul_(softcap)
+
+        d_capped_CV = capped()
+        total = eager_loss_and_gradient_(d_capped_CV, targets_C, z_loss_multiplier)
+        slope_CV = capped().div_(softcap).square_().neg_().add_(1)
+        torch.mul(d_capped_CV, slope_CV, out=logits_CV)
         return total
     counts_C1 = (targets_C != IGNORE)[:, None]
     target_C1 = torch.where(counts_C1, targets_C[:, None], 0)

@@ -48,7 +48,8 @@ CASES = [name if name == "tp 2" else full(name) for name in LAYOUTS]
 
 def scores(world_size: int, layout: dict[str, Any], share: bool = True) -> np.ndarray:
     """The scores of 23 requests, of which every second one asks for the model's most likely token, and of 4
-    questions with 3 choices. `share`: whether choices may share their context."""
+    questions with 3 choices, and of one, in a batch of its own, whose last choice has no targets. `share`:
+    whether choices may share their context."""
     rank = dist.get_rank() if world_size > 1 else 0
     model = build(world_size, rank, tied=False, **layout)
     rng, requests = random.Random(0), []
@@ -59,9 +60,9 @@ def scores(world_size: int, layout: dict[str, Any], share: bool = True) -> np.nd
             tokens.append(int(last.argmax()))
         requests.append(Request(tokens, 1 if i % 2 else 2))
     questions = [Question("", ("x",), None, 1)] * 23
-    for num_shared in (1, 4, 9, 10):
+    for num_shared in (1, 4, 9, 10, 40):
         context = [rng.randrange(VOCAB_SIZE) for _ in range(num_shared)]
-        for length in (1, 2, 4):
+        for length in (1, 2, 0 if num_shared == 40 else 4):
             requests.append(Request(context + [rng.randrange(VOCAB_SIZE) for _ in range(length)], length))
         questions = (
             [*questions, Question("", ("x", "y", "z"), 0, 1)] if share else [*questions, *questions[:3]]

@@ -44,7 +44,8 @@ def model(device: torch.device, dtype: torch.dtype, **shape: int) -> ShardedMode
 
 
 def scores(device: torch.device, dtype: torch.dtype, batch: Batch) -> torch.Tensor:
-    return model(device, dtype).score(batch.to(device), VOCAB_SIZE).cpu()
+    segments = torch.ones_like(batch.inputs, device=device)
+    return model(device, dtype).score(batch.to(device), VOCAB_SIZE, segments, 1).cpu()[:, 0]
 
 
 def task_batch() -> Batch:
@@ -92,9 +93,8 @@ def test_choices_with_one_prefix_have_the_scores_of_requests(dtype: torch.dtype,
     assert [row.num_shared for row in together] == [69, 32, 4]
     wanted, actual = torch.zeros(2, 9, 2)
     for rows, scores in ((make_rows(requests, [1] * 9, 1000), wanted), (together, actual)):
-        batch, segments = make_task_batch(rows)
-        segments = None if segments is None else segments.to(CUDA)
-        scores[:] = on_gpu.score(batch.to(CUDA), VOCAB_SIZE, segments).cpu().view(9, 2)
+        batch, segments, num = make_task_batch(rows)
+        scores[:] = on_gpu.score(batch.to(CUDA), VOCAB_SIZE, segments.to(CUDA), num).cpu().view(9, 2)
     torch.testing.assert_close(actual[:, 0], wanted[:, 0], rtol=0, atol=tolerance * 4)
     others = wanted.view(3, 3, 2).roll(1, 1)[..., 0].flatten()  # control: another choice
     assert (actual[:, 0] - others).abs().max() > 1

@@ -12,7 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite import losses
 from titanlite.config.component import ConfigError
+from titanlite.config.shipped import find_config
+from titanlite.job import load_job
 from titanlite.losses import ChunkedCrossEntropy, CrossEntropy, Loss
+from titanlite.models.decoder import RotaryDecoder
 
 VOCABULARY, DIM = 997, 32
 LOSSES = {
@@ -187,14 +190,19 @@ def test_a_soft_cap_has_the_gradient_of_its_formula(
         assert (actual - right).abs().max() < 1e-5 * right.abs().max()
 
 
-def test_a_loss_without_soft_caps_is_refused() -> None:
+def test_a_loss_without_soft_caps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any family whose decoder has a cap."""
+
     class Uncapped(CrossEntropy):
         supports_softcap = False
 
-    Uncapped().check_softcap(0.0)
-    CrossEntropy().check_softcap(15.0)
+    job = load_job(str(find_config("debug")))
+    uncapped = replace(job, loss=Uncapped())
+    uncapped.build_on_meta()
+    monkeypatch.setattr(RotaryDecoder, "logit_softcap", 15.0)
+    job.build_on_meta()
     with pytest.raises(ConfigError, match="the model caps its logits, which"):
-        Uncapped().check_softcap(15.0)
+        uncapped.build_on_meta()
 
 
 MULTIPLIER = 0.02  # large enough for the gradient of the z-loss to show

@@ -37,27 +37,29 @@ class Core(TaskImporter, name="core"):
     def build(self, source: Path) -> Iterator[TaskFile]:
         check_folder(source)
         baselines, entries = source / "eval_meta_data.csv", source / "core.yaml"
+        rows = csv.DictReader(io.StringIO(read_text(baselines)))
         try:
-            rows = csv.DictReader(io.StringIO(read_text(baselines)))
             chances = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in rows}
         except WRONG as e:
             raise ConfigError(f"{baselines}: {error_of(e)}") from None
         for entry in read_entries(entries):
             try:
                 expect(entry, label=str, dataset_uri=str, num_fewshot=list, icl_task_type=str)
-                keys = {"protocol": "core", "group": "core", "chance": chances[entry["label"]]}
                 shots, delimiter = int(entry["num_fewshot"][0]), str(entry.get("continuation_delimiter", " "))
             except WRONG as e:
                 raise ConfigError(f"{entries}: {error_of(e)}") from None
+            if (name := entry["label"]) not in chances:
+                raise ConfigError(f"{baselines} has no task {name!r}, which {entries.name} has")
+            keys = {"protocol": "core", "group": "core", "chance": chances[name]}
             path, kind = source / "eval_data" / entry["dataset_uri"], entry["icl_task_type"]
             if kind == "multiple_choice":
                 keys["delimiter"] = delimiter
-            yield TaskFile(entry["label"], self._lines(path, kind, shots, delimiter), keys)
+            yield TaskFile(name, self._lines(path, kind, shots, delimiter), keys)
 
     def _lines(self, path: Path, kind: str, shots: int, delimiter: str) -> list[Line]:
         """The lines of a task's file, with `shots` examples in front of each question."""
         questions = list[tuple[Line, str]]()  # and each as an example
-        for number, item in enumerate(read_lines(path), 1):
+        for number, item in read_lines(path).items():
             try:
                 line = as_line(item, kind, delimiter)
                 make_question(line, number)
@@ -96,7 +98,7 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
     try:
         import yaml
     except ImportError:
-        raise ConfigError("reading core.yaml needs PyYAML: pip install pyyaml") from None
+        raise ConfigError("reading core.yaml needs PyYAML: pip install 'titanlite[data]'") from None
     text = read_text(path)
     try:
         entries = yaml.safe_load(text)["icl_tasks"]

@@ -14,6 +14,7 @@ lm-evaluation-harness. --task: name of the task (the file's). --shots: examples 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import import_components
 from titanlite.config.locator import Locator
-from titanlite.config.overrides import plain_value, split_words
+from titanlite.config.overrides import Bare, plain_value, split_words
 from titanlite.config.paths import check_new, expand_home
 from titanlite.config.schema import convert, describe
 from titanlite.contrib.task_importer import TaskFile, TaskImporter
@@ -40,9 +41,12 @@ def main(argv: Sequence[str]) -> int:
     action, *rest = argv
     if action != "import":
         raise ConfigError(f"unknown action {action!r}{suggest(action, ['import'])}")
-    words, options = split_words(["--output" if word == "-o" else word for word in rest])
+    rest = ["--output" if word == "-o" else re.sub("^-o", "--output=", word) for word in rest]
+    words, options = split_words(rest)
     tree, locator = toml.read(None, options)
     output, imports = tree.pop("output", None), plain_value(tree.pop("imports", []))
+    if isinstance(output, Bare) or output == "":
+        raise ConfigError("command line, --output: name a new folder")
     import_components({"imports": [imports] if isinstance(imports, str) else imports}, locator, allowed=True)
     if len(words) != 2:
         raise ConfigError(
@@ -61,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
             tables[file.name] = write(file, partial, folder)
         if not tables:
             raise ConfigError(f"{source} has no tasks")
-        text = tomli_w.dumps({"validation": {"tasks": list(tables.values())}})
+        # Not one table [validation], which the configuration may have already.
+        text = "\n".join(f"[[validation.tasks]]\n{tomli_w.dumps(table)}" for table in tables.values())
         (partial / "tasks.toml").write_text(text, encoding="utf-8")
     num = "1 task" if len(tables) == 1 else f"{len(tables)} tasks"
     print(f"{folder}: {num}; to score: cat {folder}/tasks.toml >> CONFIG.toml, and --validation.enable")

@@ -3,7 +3,8 @@ the family `gpt` (nanochat at 92d63d4, July 2026).
 
 nanochat rotates queries and keys by the negative angle, which is titanlite's rotation with the two halves of
 each head exchanged: the rows of their projections are exchanged here. Its windows do not count the token
-itself.
+itself. Its norms have the epsilon of F.rms_norm without one (fp32: 1.2e-7; bf16, on some devices: 0.0078),
+which no checkpoint tells; gpt's is 1e-6, and `model.overrides.norm_eps` changes it.
 """
 
 from __future__ import annotations
@@ -60,8 +61,14 @@ EXCHANGED = ("q_proj.weight", "k_proj.weight")
 
 
 def is_nanochat(path: Path) -> bool:
-    """Whether the directory has nanochat's files."""
-    return any(path.glob("model_*.pt")) and any(path.glob("meta_*.json"))
+    """Whether the directory has weights of nanochat's."""
+    return bool(_steps(path))
+
+
+def _steps(path: Path) -> dict[int, Path]:
+    """The files of weights in a directory by their steps."""
+    matches = {file: MODEL_FILE.fullmatch(file.name) for file in path.glob("model_*.pt")}
+    return {int(match[1]): file for file, match in matches.items() if match}
 
 
 def open_nanochat(path: Path, family: ModelFamily) -> Weights:
@@ -70,11 +77,11 @@ def open_nanochat(path: Path, family: ModelFamily) -> Weights:
         raise ConfigError(
             f"{path} has nanochat's format, which is read for the model gpt only; the job's is {family.name}"
         )
-    files = sorted(file for file in path.glob("model_*.pt") if MODEL_FILE.fullmatch(file.name))
-    if not files:
-        raise ConfigError(f"{path} has no model_STEP.pt")
-    file, config = files[-1], family.config
+    steps, config = _steps(path), family.config
+    file = steps[max(steps)]
     meta = file.with_name(file.name.replace("model_", "meta_")).with_suffix(".json")
+    if not meta.exists():
+        raise ConfigError(f"{file} has no {meta.name} beside it, as nanochat writes it")
     content = {name.removeprefix("_orig_mod."): t for name, t in load_tensors(file).items()}
     tensors = dict[str, LazyTensor]()
     for ours, (theirs, element) in _names(config).items():
@@ -102,15 +109,14 @@ def write_nanochat(weights: Weights, target: Path, family: ModelFamily) -> int:
     for key, value in expected.items():
         if key in fields and fields[key] != value:
             raise ConfigError(f"nanochat's models have {key} = {value}; this one has {fields[key]}")
-    if (
-        (window - 1) % WINDOW_MULTIPLE
-        or set(config.layer_letters) - set("SL")
-        or config.layer_letters[-1] != "L"
-    ):
+    if (window - 1) % WINDOW_MULTIPLE:
         raise ConfigError(
-            f"nanochat's windows are multiples of {WINDOW_MULTIPLE} tokens and the token itself, not "
-            f"{config.sliding_window}, and its last layer has none"
+            f"nanochat's windows are n x {WINDOW_MULTIPLE} + 1 tokens (129, 257, ...), not {window}"
         )
+    if others := set(config.layer_letters) - set("SL"):
+        raise ConfigError(f"nanochat's layers are S and L; layer_pattern has {min(others)}")
+    if config.layer_letters[-1] != "L":
+        raise ConfigError("nanochat's last layer has no window; that of layer_pattern is S")
     if config.vocab_size % PADDING:
         raise ConfigError(f"nanochat needs a vocabulary of a multiple of {PADDING} ids")
     content = dict[str, torch.Tensor]()
@@ -177,9 +183,13 @@ def _architecture(meta: Path, content: Mapping[str, torch.Tensor]) -> dict[str, 
     """The fields of GptConfig that a meta file and the names of the tensors tell. Raises ConfigError."""
     config = read_object(meta).get("model_config")
     sizes = ("sequence_len", "n_layer", "n_head", "n_kv_head", "n_embd")
-    if not isinstance(config, dict) or any(type(config.get(key)) is not int for key in sizes):
-        raise ConfigError(f"{meta} has no model_config with the numbers {', '.join(sizes)}")
+    if not isinstance(config, dict) or any(
+        type(config.get(key)) is not int or config[key] < 1 for key in sizes
+    ):
+        raise ConfigError(f"{meta} has no model_config with the numbers {', '.join(sizes)}, at least 1")
     seq_len, layers, heads, kv_heads, dim = (config[key] for key in sizes)
+    if dim % heads:
+        raise ConfigError(f"{meta}: n_embd = {dim} is no multiple of n_head = {heads}")
     letters = (str(config.get("window_pattern", "L")).upper() * layers)[: layers - 1] + "L"
     has = {field: any(name.startswith(start) for name in content) for field, start in PARTS.items()}
     return {

@@ -32,22 +32,22 @@ class Arc(LineImporter, name="arc"):
 class Piqa(LineImporter, name="piqa"):
     """PIQA: `goal`, `sol1`, `sol2`, and `label` or a file NAME-labels.lst beside NAME.jsonl."""
 
-    def items(self, path: Path) -> list[Line]:
+    def items(self, path: Path) -> dict[int, Line]:
         items = read_lines(path)
-        if "label" in items[0]:
+        if any("label" in item for item in items.values()):
             return items
         file = path.with_name(f"{path.stem}-labels.lst")
         labels = read_text(file).split()
         if len(labels) != len(items):
             raise ConfigError(f"{file} has {len(labels)} labels for the {len(items)} questions of {path}")
-        return [{**item, "label": label} for item, label in zip(items, labels)]
+        return {number: {**items[number], "label": label} for number, label in zip(items, labels)}
 
     def question(self, item: Line) -> Line:
         expect(item, goal=str)
         return {
             "context": f"Question: {item['goal']}\nAnswer:",
             "choices": [item["sol1"], item["sol2"]],
-            "answer": int(item["label"]),
+            "answer": number(item, "label"),
         }
 
 
@@ -61,7 +61,7 @@ class HellaSwag(LineImporter, name="hellaswag"):
         return {
             "context": without_marks(context),
             "choices": [without_marks(ending) for ending in item["endings"]],
-            "answer": int(item["label"]),
+            "answer": number(item, "label"),
         }
 
 
@@ -100,7 +100,7 @@ class BoolQ(LineImporter, name="boolq"):
         return {
             "context": f"{item['passage']}\nQuestion: {item['question']}?\nAnswer:",
             "choices": ["no", "yes"],
-            "answer": int(item["answer"] if "answer" in item else item["label"]),
+            "answer": number(item, "answer" if "answer" in item else "label"),
         }
 
 
@@ -109,6 +109,16 @@ def index(labels: list[str], label: str, key: str) -> int:
     if label not in labels:
         raise ValueError(f"{key} is {label!r}, expected one of {', '.join(map(repr, labels))}")
     return labels.index(label)
+
+
+def number(item: Line, key: str) -> int:
+    """Return the number of the right choice. Raises ValueError if `item[key]` is none."""
+    if item[key] in ("", None):
+        raise ValueError(f"{key} is empty: this split has no answers")
+    try:
+        return int(item[key])
+    except (TypeError, ValueError):
+        raise ValueError(f"{key} is {item[key]!r}, expected the number of the right choice") from None
 
 
 def without_marks(text: str) -> str:

@@ -74,8 +74,8 @@ class LineImporter(TaskImporter):
         """Return the line of the task's file for the object of a line of the source. Raises ValueError for a
         wrong object."""
 
-    def items(self, path: Path) -> list[Line]:
-        """Return the objects of the lines of a file. Raises ConfigError."""
+    def items(self, path: Path) -> dict[int, Line]:
+        """Return the objects of the lines of a file, by line number. Raises ConfigError."""
         return read_lines(path)
 
     def build(self, source: Path) -> Iterator[TaskFile]:
@@ -95,7 +95,7 @@ class LineImporter(TaskImporter):
         """Return the object of each line of a file, with the line of the task's file for it. Raises
         ConfigError."""
         questions = list[tuple[Line, Line]]()
-        for number, item in enumerate(self.items(path), 1):
+        for number, item in self.items(path).items():
             try:
                 questions.append((item, self.question(item)))
                 make_question(questions[-1][1], number)
@@ -135,15 +135,20 @@ def error_of(error: Exception) -> str:
     return f"{error} is missing" if isinstance(error, KeyError) else str(error)
 
 
-def read_lines(path: Path) -> list[Line]:
-    """Return the objects of a JSON Lines file. Raises ConfigError, which names the file and the line."""
-    lines = list[Line]()
-    for number, text in enumerate(read_text(path).rstrip().split("\n"), 1):
+def read_lines(path: Path) -> dict[int, Line]:
+    """Return the objects of a JSON Lines file, by line number. Raises ConfigError, which names the file and
+    the line."""
+    lines = dict[int, Line]()
+    for number, text in enumerate(read_text(path).split("\n"), 1):
+        if not text.strip():
+            continue
         try:
-            lines.append(parse(text))
-            expect(lines[-1])
+            lines[number] = parse(text)
+            expect(lines[number])
         except ValueError as e:
             raise ConfigError(f"{path}, line {number}: {e}") from None
+    if not lines:
+        raise ConfigError(f"{path} has no questions")
     return lines
 
 

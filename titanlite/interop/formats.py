@@ -34,8 +34,8 @@ class Format(NamedTuple):
 
 
 FORMATS: list[Format] = []  # in addition to titanlite's and Hugging Face's
-# Writers of weights by the format's name, in addition to Hugging Face's: each makes a directory and returns
-# the size of its tensors in bytes.
+# Writers of weights by the format's name, in addition to Hugging Face's: each makes a directory, with weights
+# in fp32, and returns the size of its tensors in bytes.
 Writer = Callable[[Weights, Path, ModelFamily], int]
 WRITERS: dict[str, Writer] = {}
 

@@ -305,8 +305,9 @@ class _Step:
         Chunked, or with tensor parallel: the logits of one chunk, which become their gradient, and the head's
         gradient in fp32. Otherwise the logits of all tokens, which compiled code overwrites with their
         gradient (memory_h200.json). Uncompiled, log-softmax is in fp32, and torch first casts its input
-        (lora_memory_h200.json). Of all logits at once its output, its gradient and the gradient of its input
-        are there together, before the head's gradient (blind_points_h200.json)."""
+        (lora_memory_h200.json); a soft cap makes an fp32 copy, which needs no cast. Of all logits at once its
+        output, its gradient and the gradient of its input are there together, before the head's gradient
+        (blind_points_h200.json)."""
         run, size = self.run, self.run.param_dtype.itemsize
         vocabulary, d = run.net.vocab_size / run.degrees.tp, run.net.config.dim
         weight = vocabulary * d
@@ -318,6 +319,6 @@ class _Step:
         chunks = max(run.job.loss.num_chunks(run.tokens), 1)
         per_logit = size
         if not run.job.compile.enable and run.degrees.tp == 1:
-            per_logit += 4 if size == 4 else 8
+            per_logit += 4 if size == 4 and not run.net.logit_softcap else 8
         chunk = -(-run.tokens // chunks)
         return chunk * (vocabulary * per_logit + d * size) + 4 * weight + cast

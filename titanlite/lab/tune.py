@@ -4,8 +4,8 @@ A search trains every combination of --section.key=LOW:HIGH:NUM (NUM values at e
 --section.key=a,b, by successive halving over whole schedules; the lowest validation loss wins. --ladder
 trains models of about --sizes parameters, by default CONFIG's divided by 2.5, 2.5^2, 2.5^3 and 2.5^4, for
 `titanlite plan --fit`. The same command continues a stopped search or ladder. --depth prints the settings of
-a gpt of another depth. --find-batch finds the largest
-training.local_batch_size that fits the GPU, --measure the machine's speed for `titanlite plan --measured`.
+a gpt of another depth. --find-batch finds the largest training.local_batch_size that fits the GPU, --measure
+the machine's speed for `titanlite plan --measured`.
 
 --coordinate-check trains CONFIG's model at several widths for a few steps on random tokens, with the width
 rules (muP) or, with --standard, without (docs/optimizers.md). The last lines set what the rules need for

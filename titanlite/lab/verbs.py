@@ -23,7 +23,7 @@ def add_tune(options: Options) -> None:
     add, number = options.add, {"type": int, "metavar": "N"}
     options.usage = """titanlite tune CONFIG --section.key=LOW:HIGH:NUM [...] [options]
        titanlite tune CONFIG --coordinate-check [options] [--section.key=value ...]
-       titanlite tune CONFIG (--ladder | --find-batch | --measure | --depth=N) [options]"""
+       titanlite tune CONFIG (--ladder | --depth=N | --find-batch | --measure) [options]"""
     add("config", help="a job's TOML file; its keys may be overridden")
     add("--gpus-per-trial", **number, default=1, help="GPUs of each run, or to measure (1)")
     add("--rungs", **number, help="at most so many rungs; 1: no halving (down to 3 runs)")

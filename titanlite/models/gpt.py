@@ -92,7 +92,7 @@ def of_depth(depth: int) -> GptConfig:
     num_heads = -(-depth * ASPECT // HEAD_DIM)
     return GptConfig(
         dim=num_heads * HEAD_DIM, n_layers=depth, n_heads=num_heads, n_kv_heads=num_heads, head_dim=HEAD_DIM,
-        hidden_dim=4 * num_heads * HEAD_DIM, sliding_window=512,
+        hidden_dim=4 * num_heads * HEAD_DIM, sliding_window=513,
         layer_pattern=("SSSL" * depth)[: depth - 1] + "L",
     )  # fmt: skip
 
@@ -100,7 +100,7 @@ def of_depth(depth: int) -> GptConfig:
 FLAVORS = {
     "debug": GptConfig(
         dim=128, n_layers=4, n_heads=4, n_kv_heads=4, head_dim=32, hidden_dim=512, vocab_size=8192,
-        max_position=2048, sliding_window=128, layer_pattern="SSSL",
+        max_position=2048, sliding_window=129, layer_pattern="SSSL",
     ),
     **{f"d{depth}": of_depth(depth) for depth in (4, 6, 8, 10, 12, 16, 20, 24, 26)},
 }  # fmt: skip
@@ -116,13 +116,16 @@ class Gpt(ModelFamily, name="gpt"):
         super().check_pipeline_parallel(degree)
         if degree > 1 and (used := [name for name in NOT_IN_PIPELINES if getattr(self.config, name)]):
             raise ConfigError(
-                f"{used[0]} needs what other pipeline stages have; without pipeline parallel it works on any "
-                "number of ranks",
+                f"{used[0]} needs tensors of other pipeline stages; set it off, or "
+                "pipeline_parallel_degree = 1",
                 "parallelism.pipeline_parallel_degree",
             )
 
     def build(self) -> Decoder:
         return GptDecoder(self.config)
+
+    def hf_config(self) -> dict[str, Any]:
+        raise ConfigError("gpt has no Hugging Face form (hf_config); use --format=nanochat", "model.name")
 
 
 class Norm(nn.Module):

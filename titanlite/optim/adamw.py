@@ -117,7 +117,7 @@ class AdamWKeys(Optimizer):
         """Estimates from the moments m and v after bias correction. If the gradient's expectation G and
         variance V are constant, E[m^2] = G^2 + k V and E[v] = G^2 + V, where k is the sum of the squares of
         m's weights: (1 - beta1) / (1 + beta1) after many steps. After one step m^2 = v tells nothing. None
-        with schedules of beta1 or beta2, which make both the weights and the bias correction other ones."""
+        with schedules of beta1 or beta2, which change the weights of m and the bias correction."""
         step, (beta1, beta2) = state["step"], group["betas"]
         if step < 2 or beta1 == 0 or "own_beta1" in group or "own_beta2" in group:
             return None

@@ -325,23 +325,26 @@ class ShardedModel:
         return self.sharding is None and not any(kind.is_linear or kind.changes_softmax for kind in kinds)
 
     @torch.no_grad()
-    def score(self, batch: Batch, vocab_size: int, segments_BT: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's summand of the scores of one batch of sequences of any length, fp32 [B, 2]: the sum of
-        log p over each sequence's targets that count, and how many of them are not the most likely token.
-        `vocab_size`: ids from here on, which pad the model's vocabulary, have p = 0, as in an export, which
-        lacks them. Collective like loss_sum.
+    def score(
+        self, batch: Batch, vocab_size: int, segments_BT: torch.Tensor, num_segments: int
+    ) -> torch.Tensor:
+        """This rank's summand of the scores of one batch of sequences of any length, fp32 [B, num_segments,
+        2]: the sum of log p over the targets of each segment, and how many of them are not the most likely
+        token; zeros for a segment without targets. `vocab_size`: ids from here on, which pad the model's
+        vocabulary, have p = 0, as in an export, which lacks them. Collective like loss_sum.
 
-        `segments_BT`: of sequences with several continuations of one prefix, as for_shared_prefix takes it;
-        the batch has the positions. The scores are then of each continuation, [B, continuations, 2]."""
+        `segments_BT`: the number of each token's segment, from 1; 0: the token is in no segment. If the batch
+        has positions, segments are continuations of one prefix, as for_shared_prefix takes them."""
         # Causal attention never looks at padding on the right.
         padding = (0, -batch.inputs.shape[1] % (self.mesh.degrees.tp * 2 * self.mesh.degrees.cp))
         batch = replace(
             batch, inputs=F.pad(batch.inputs, padding), targets=F.pad(batch.targets, padding, value=IGNORE)
         )
-        targets = batch.targets
+        targets, segments_BT, positions_BT = batch.targets, F.pad(segments_BT, padding), batch.positions
         if self.sharding is not None:
+            assert positions_BT is None
             local = self._local_positions(batch.inputs)
-            targets = targets[:, local]
+            targets, segments_BT = targets[:, local], segments_BT[:, local]
             # The positions of one document per sequence select attention masks, which fit all lengths.
             whole = torch.arange(batch.inputs.shape[1], device=batch.inputs.device)
             num_sequences = len(batch.inputs)
@@ -351,23 +354,19 @@ class ShardedModel:
             if self._gather_for_loss is not None:
                 hidden_BTD, weight_VD = self._gather_for_loss(hidden_BTD, weight_VD)
             scores_BT2 = score_targets(hidden_BTD, weight_VD, targets, vocab_size, self._vocabulary)
-            if segments_BT is None:
-                return scores_BT2.sum(1)
-            masks = [F.pad(segments_BT == i, padding)[..., None] for i in range(1, num_segments + 1)]
+            masks = [(segments_BT == i)[..., None] for i in range(1, num_segments + 1)]
             return torch.stack([(scores_BT2 * mask).sum(1) for mask in masks], 1)
 
-        if segments_BT is None:
-            inputs, shape = self.model_inputs(batch), [len(targets), 2]
+        if positions_BT is None:
+            inputs = self.model_inputs(batch)
         else:
-            assert batch.positions is not None
-            positions_BT, num_segments = F.pad(batch.positions, padding), int(segments_BT.max())
-            attention = for_shared_prefix(batch.inputs, F.pad(segments_BT, padding), positions_BT)
+            positions_BT = F.pad(positions_BT, padding)
+            attention = for_shared_prefix(batch.inputs, segments_BT, positions_BT)
             inputs = Inputs(batch.inputs, positions_BT, attention, head_fn)
-            shape = [len(targets), num_segments, 2]
         with torch.compiler.set_stance("force_eager"):  # requests have many lengths: avoid a graph per length
             scores = self._forward(inputs._replace(head_fn=head_fn))
         reshard(self.net)
-        no_scores = torch.zeros(shape, device=targets.device)
+        no_scores = torch.zeros(len(targets), num_segments, 2, device=targets.device)
         return no_scores if scores is None else self._counted_once(scores)
 
     @torch.no_grad()

@@ -224,6 +224,6 @@ def _tasks(run: RecordedRun) -> str:
         if accuracy is not None:
             parts.append(f"{name} {accuracy:.1%}" + (f" \N{PLUS-MINUS SIGN} {error:.1%}" if error else ""))
     for key in run.keys:
-        if (match := re.fullmatch(r"tasks/(.+)/centered", key)) and (mean := run.last(key)) is not None:
-            parts.append(f"{match[1]} {mean:.4f} centered")
+        if (match := re.fullmatch(r"tasks/(.+)/centered", key)) and (centered := run.last(key)) is not None:
+            parts.append(f"{match[1]} {centered:.4f} centered")
     return listed(parts)

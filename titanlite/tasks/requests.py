@@ -275,10 +275,11 @@ def batched(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
     return batches
 
 
-def make_task_batch(rows: Sequence[Row]) -> tuple[Batch, torch.Tensor | None]:
+def make_task_batch(rows: Sequence[Row]) -> tuple[Batch, torch.Tensor, int]:
     """The rows as one batch, padded on the right to the longest. Only tokens that are scored are targets.
-    Without rows, one sequence of padding. The second value: the segments for ShardedModel.score, int64, if
-    rows share tokens."""
+    Without rows, one sequence of padding. The other values: for ShardedModel.score, the number of each
+    token's request in its row, int64, from 1, and the most requests of a row. The batch has positions if rows
+    share tokens."""
     length = max((row.length for row in rows), default=1)
     inputs = torch.zeros(max(len(rows), 1), length, dtype=torch.int64)
     targets = torch.full_like(inputs, IGNORE)
@@ -295,6 +296,6 @@ def make_task_batch(rows: Sequence[Row]) -> tuple[Batch, torch.Tensor | None]:
             targets[i, end - request.num_targets : end] = tokens[len(tokens) - request.num_targets :]
             segments[i, begin:end] = number
     num_targets = sum(request.num_targets for row in rows for request in row.requests)
-    if not any(row.num_shared for row in rows):
-        return Batch(inputs, targets, num_targets, hash=0), None
-    return Batch(inputs, targets, num_targets, hash=0, positions=positions), segments
+    are_shared = any(row.num_shared for row in rows)
+    batch = Batch(inputs, targets, num_targets, hash=0, positions=positions if are_shared else None)
+    return batch, segments, max((len(row.requests) for row in rows), default=1)

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     tokenizer = open_recorded_tokenizer(job, path, weights.tokenizer)
     tell(f"using {path}")
     max_bytes = options.max_shard_size or MAX_SHARD_BYTES
-    form = ExportFormat(DTYPES.get(options.dtype), max_bytes, options.keep_padding)
+    form = ExportFormat(DTYPES.get(options.dtype or "bfloat16"), max_bytes, options.keep_padding)
     if writer is not None:
         size = writer(weights, options.target, job.model)
     elif options.adapter:
@@ -73,7 +73,11 @@ def _writer(options: Namespace) -> Writer | None:
             f"unknown format {options.format!r}{suggest(options.format, [HUGGING_FACE, *WRITERS])}",
             "--format",
         )
-    for option in ("adapter", "keep_padding", "max_shard_size"):
+    if options.adapter:
+        raise ConfigError(f"--format={options.format} cannot write adapters", "--adapter")
+    if options.dtype not in (None, "float32"):
+        raise ConfigError(f"--format={options.format} writes float32 only", "--dtype")
+    for option in ("keep_padding", "max_shard_size"):
         if getattr(options, option):
             raise ConfigError(
                 f"--format={options.format} has no such choice", f"--{option.replace('_', '-')}"

@@ -95,7 +95,7 @@ def add_import(options: Options) -> None:
 
 def _add_format(options: Options, default_dtype: str) -> None:
     dtypes = [*DTYPES, "as-is"]
-    options.add("--dtype", choices=dtypes, default=default_dtype, help=f"dtype of weights ({default_dtype})")
+    options.add("--dtype", choices=dtypes, help=f"dtype of weights ({default_dtype})")
     options.add("--max-shard-size", type=parse_size, help="maximum size of one file (5GB)")
 
 

@@ -4,12 +4,15 @@ export gives the same tensors back. The values were recorded by benchmarks/nanoc
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.gpt_quality import Scorer, default_eps
 from tests.support.jobs import make_job
 from tests.support.nanochat import CONFIG, FIELDS, random_tensors, tokens, write_checkpoint
 from titanlite.config.component import ConfigError
@@ -18,7 +21,7 @@ from titanlite.contrib.nanochat import write_nanochat
 from titanlite.interop.formats import open_weights
 from titanlite.interop.weights import check, load_weights
 from titanlite.models.base import Decoder
-from titanlite.models.gpt import Gpt
+from titanlite.models.gpt import FLAVORS, Gpt
 from titanlite.models.llama3 import Llama3
 from titanlite.tools import export
 from titanlite.train import train
@@ -63,6 +66,32 @@ def test_control_rows_of_queries_that_stay_are_another_model(
         assert_recorded(loaded(write_checkpoint(tmp_path / "d5")))
 
 
+def test_the_benchmark_scores_the_tokens_of_documents_of_any_length(tmp_path: Path) -> None:
+    net, documents = loaded(write_checkpoint(tmp_path / "d5")), [[0] * 9, tokens()[0, :30].tolist()]
+    scorer: Any = SimpleNamespace(
+        documents=documents, device=torch.device("cpu"), num_bytes=100,
+        tokenizer=SimpleNamespace(bos=0, vocab_size=320),
+    )  # fmt: skip
+    losses = [
+        torch.nn.functional.cross_entropy(
+            net(torch.tensor([ids]))[0, :-1], torch.tensor(ids[1:]), reduction="sum"
+        )
+        for ids in documents
+    ]
+    wanted = sum(losses).item() / math.log(2) / 100
+    assert Scorer.bits_per_byte(scorer, net) == pytest.approx(wanted, rel=1e-5)
+    scorer.documents = documents[:1]  # control
+    assert Scorer.bits_per_byte(scorer, net) != pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_benchmark_measures_the_epsilon_of_norms(dtype: torch.dtype) -> None:
+    x = torch.full((8,), 1e-3, dtype=dtype)
+    eps = default_eps(x.device, dtype)
+    assert torch.equal(torch.nn.functional.rms_norm(x, (8,)), torch.nn.functional.rms_norm(x, (8,), eps=eps))
+    assert not torch.equal(torch.nn.functional.rms_norm(x, (8,)), x / 1e-3)  # control: an epsilon matters
+
+
 def test_a_run_starts_from_it_and_its_export_is_nanochats(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,6 +100,8 @@ def test_a_run_starts_from_it_and_its_export_is_nanochats(
     keys = ["--model.name=gpt", *model, f"--checkpoint.initial_load_path={source}", "--training.steps=1"]
     train(make_job(tmp_path, corpus, *keys, "--optimizer.lr=1e-30"))
     target = tmp_path / "export"
+    with pytest.raises(ConfigError, match=r"gpt has no Hugging Face form .*; use --format=nanochat"):
+        export.main([str(tmp_path / "run"), str(target)])
     assert export.main([str(tmp_path / "run"), str(target), "--format=nanochat"]) == 0
     assert "gpt debug" in capsys.readouterr().out
     assert json.loads((target / "meta_000000.json").read_text())["model_config"] == {
@@ -83,8 +114,10 @@ def test_a_run_starts_from_it_and_its_export_is_nanochats(
 
 def test_the_newest_step_counts_and_a_compiled_models_names_are_read(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "d5")
-    (folder / "model_000009.pt").write_bytes(b"never read")
-    torch.save({f"_orig_mod.{k}": v for k, v in random_tensors().items()}, folder / "model_000010.pt")
+    for name in ("model_000010.pt", "model_999999.pt"):
+        (folder / name).write_bytes(b"never read")
+    torch.save({f"_orig_mod.{k}": v for k, v in random_tensors().items()}, folder / "model_1000000.pt")
+    (folder / "meta_000010.json").rename(folder / "meta_1000000.json")
     assert_recorded(loaded(folder))
 
 
@@ -111,6 +144,14 @@ def test_a_wrong_folder_is_one_line(tmp_path: Path) -> None:
     (folder / "meta_000010.json").write_text('{"model_config": {"n_layer": 5}}')
     with pytest.raises(ConfigError, match="has no model_config with the numbers"):
         open_weights(folder, FAMILY)
+    for n_head, message in ((0, "has no model_config with the numbers"), (5, "no multiple of n_head = 5")):
+        config = {"model_config": CONFIG | {"n_head": n_head}}
+        (folder / "meta_000010.json").write_text(json.dumps(config))
+        with pytest.raises(ConfigError, match=message):
+            open_weights(folder, FAMILY)
+    (folder / "meta_000010.json").unlink()
+    with pytest.raises(ConfigError, match=r"model_000010\.pt has no meta_000010\.json beside it"):
+        open_weights(folder, FAMILY)
     missing = {name: t for name, t in random_tensors().items() if name != "lm_head.weight"}
     folder = write_checkpoint(tmp_path / "headless", missing)
     with pytest.raises(ConfigError, match=r"lm_head\.weight .*is missing"):
@@ -121,7 +162,9 @@ def test_a_wrong_folder_is_one_line(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         ({"smear": False}, "have smear = True; this one has False"),
-        ({"sliding_window": 100}, "windows are multiples of 128"),
+        ({"sliding_window": 128}, r"windows are n x 128 \+ 1 tokens \(129, 257, \.\.\.\), not 128"),
+        ({"layer_pattern": "SLSLN"}, "layers are S and L; layer_pattern has N"),
+        ({"layer_pattern": "SLSLS"}, "last layer has no window; that of layer_pattern is S"),
         ({"vocab_size": 321}, "multiple of 64 ids"),
     ],
     ids=str,
@@ -143,5 +186,15 @@ def test_an_unknown_format_of_an_export_and_a_wrong_choice_are_one_line(tmp_path
     arguments = [str(tmp_path), str(tmp_path / "new")]
     with pytest.raises(ConfigError, match="unknown format 'nanochat2'"):
         export.main([*arguments, "--format=nanochat2"])
-    with pytest.raises(ConfigError, match="--format=nanochat has no such choice"):
-        export.main([*arguments, "--format=nanochat", "--keep-padding"])
+    for option, message in {
+        "--keep-padding": "--format=nanochat has no such choice",
+        "--adapter": "--format=nanochat cannot write adapters",
+        "--dtype=bfloat16": "--format=nanochat writes float32 only",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            export.main([*arguments, "--format=nanochat", option])
+
+
+def test_windows_of_flavors_are_nanochats() -> None:
+    assert {FLAVORS[name].sliding_window for name in ("d8", "d26")} == {nanochat._window_of(2048)}
+    assert FLAVORS["debug"].sliding_window == nanochat._window_of(512)

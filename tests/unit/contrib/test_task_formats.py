@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.core_bundle import YAML
 from titanlite import cli
 from titanlite.config import toml
+from titanlite.config.shipped import find_config
 from titanlite.evaluate import Validation
 from titanlite.tasks.task import Task, read_questions
 
@@ -100,6 +102,20 @@ def test_the_prompts_of_a_format(name: str, tmp_path: Path, capsys: pytest.Captu
     (task,) = toml.build(Validation, tree["validation"], locator).tasks
     assert task == Task(name="mine", path=str(folder / "mine.jsonl"))
     assert len(read_questions(task)) == 2
+
+
+def test_two_imports_are_appended_to_a_configuration_with_a_validation(tmp_path: Path) -> None:
+    source, config = write(tmp_path / "it.jsonl", ARC), tmp_path / "config.toml"
+    text = find_config("gpt_d12").read_text()
+    assert "[validation]" in text
+    for name in "ab":
+        assert cli.run(["tasks", "import", "arc", str(source), f"-o{tmp_path / name}", f"--task={name}"]) == 0
+        text += (tmp_path / name / "tasks.toml").read_text()
+    config.write_text(text)
+    tree, locator = toml.read(config)
+    validation = toml.build(Validation, tree["validation"], locator)
+    assert [task.name for task in validation.tasks] == ["a", "b"]
+    assert (validation.enable, validation.freq) == (True, 250)
 
 
 def test_labels_of_piqa_from_the_file_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,6 +231,12 @@ def test_requests_are_those_of_the_harness(name: str, shots: int, has_pool: bool
         (["arcs", "good.jsonl"], "unknown format 'arcs'; did you mean 'arc'?"),
         (["arc", "good.jsonl", "--task=a/b"], "'a/b' is not made of letters, digits"),
         (["arc"], "expected FORMAT SOURCE"),
+        (["arc", "good.jsonl", "-o"], "command line, --output: name a new folder"),
+        (["arc", "empty.jsonl"], "empty.jsonl has no questions"),
+        (["hellaswag", "unlabelled.jsonl"], "line 2: label is empty: this split has no answers"),
+        (["boolq", "words.jsonl"], "line 1: answer is 'yes', expected the number of the right choice"),
+        (["core", "bundle"], "eval_meta_data.csv has no task 'facts', which core.yaml has"),
+        (["core", "no_csv"], "titanlite: no_csv/eval_meta_data.csv cannot be read: No such file"),
         (["core", "good.jsonl"], "good.jsonl is a file; give its directory"),
         (["arc", "good.jsonl", "--imports=no_such_module"], "cannot import 'no_such_module'"),
     ],
@@ -230,12 +252,19 @@ def test_wrong_input_is_one_line_and_leaves_nothing(
     write(Path("good.jsonl"), ARC, ARC)
     write(Path("bad.jsonl"), ARC, {**ARC, "answerKey": "C"})
     Path("torn.jsonl").write_text(f'{json.dumps(ARC)}\n{{"id": ')
-    Path("there").mkdir()
+    Path("empty.jsonl").write_text("\n\n")
+    write(Path("words.jsonl"), {**BOOLQ, "answer": "yes"})
+    write(Path("unlabelled.jsonl"), {**HELLASWAG, "label": ""})
+    Path("unlabelled.jsonl").write_text("\n" + Path("unlabelled.jsonl").read_text())
+    for folder in ("there", "no_csv", "bundle"):
+        Path(folder).mkdir()
+    Path("bundle/core.yaml").write_text(YAML)
+    Path("bundle/eval_meta_data.csv").write_text("Eval Task,Random baseline\n")
     before = sorted(path.name for path in tmp_path.iterdir())
     assert cli.run(["tasks", "import", *arguments]) == 2
     error = capsys.readouterr().err
     assert reason in error
     assert error.count("\n") == 1
-    left = {path.name: list(path.iterdir()) for path in tmp_path.iterdir() if path.is_dir()}
+    left = {path.name: list(path.iterdir()) for path in (Path("there"), Path("tasks")) if path.exists()}
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "tasks") == before
     assert not any(left.values())

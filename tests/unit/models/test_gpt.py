@@ -186,7 +186,9 @@ def test_initial_values() -> None:
 
 
 def test_pipeline_parallel_is_refused_for_parts_that_connect_stages() -> None:
-    with pytest.raises(ConfigError, match="residual_scalars needs what other pipeline stages have"):
+    with pytest.raises(
+        ConfigError, match="residual_scalars needs tensors of other pipeline stages; set it off"
+    ):
         Gpt(flavor="d8").check_pipeline_parallel(2)
     off = {"residual_scalars": False, "value_embedding_interval": 0, "smear": False, "backout": False}
     Gpt(flavor="d8", overrides=off).check_pipeline_parallel(2)

@@ -147,8 +147,8 @@ def test_choices_share_the_tokens_before_the_last_one_of_their_context() -> None
     assert [row.num_shared for row in make_rows(requests, [2, 3, 2, 1], 6)] == [2, 0, 0, 0, 0, 0, 0]
     # Those that share come first, and are not mixed with others.
     assert batched(rows, 100) == [[rows[1], rows[0]], [rows[4], rows[2], rows[3]]]
-    batch, segments = make_task_batch([rows[1], rows[0]])
-    assert segments is not None
+    batch, segments, num_segments = make_task_batch([rows[1], rows[0]])
+    assert num_segments == 3
     assert batch.positions is not None
     assert batch.inputs.tolist() == [[1, 2, 7, 2, 9, 9, 2], [1, 2, 3, 4, 3, 0, 0]]
     assert batch.positions.tolist() == [[0, 1, 2, 1, 2, 3, 1], [0, 1, 2, 3, 2, 0, 0]]
@@ -160,11 +160,13 @@ def test_choices_share_the_tokens_before_the_last_one_of_their_context() -> None
 
 def test_a_batch_scores_only_the_continuations() -> None:
     rows = make_rows([Request([5, 6, 7, 8], 2), Request([9, 4], 1), Request([5, 6], 0)], [1, 1, 1], 9)
-    batch, segments = make_task_batch(rows)
+    batch, segments, num_segments = make_task_batch(rows)
     assert batch.inputs.tolist() == [[5, 6, 7], [9, 0, 0], [5, 0, 0]]
     assert batch.targets.tolist() == [[IGNORE, 7, 8], [4, IGNORE, IGNORE], [IGNORE] * 3]
-    assert (batch.num_targets, segments) == (3, None)
-    padding, _ = make_task_batch([])
+    assert segments.tolist() == [[1, 1, 1], [1, 0, 0], [1, 0, 0]]
+    assert (batch.num_targets, batch.positions, num_segments) == (3, None, 1)
+    padding, _, num_segments = make_task_batch([])
+    assert num_segments == 1
     assert padding.inputs.shape == (1, 1)
     assert padding.targets.tolist() == [[IGNORE]]
 

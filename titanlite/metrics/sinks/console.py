@@ -67,10 +67,10 @@ def validation_line(values: Values) -> str:
 def task_accuracies(values: Values) -> str:
     """`arc_easy 31.2%, lambada 4.0%, core 0.1523 centered`: the accuracies in the tasks, and the centered
     accuracies of groups."""
-    found = [match for key in values if (match := re.fullmatch(r"tasks/(.+)/(acc|centered)", key))]
+    matches = [match for key in values if (match := re.fullmatch(r"tasks/(.+)/(acc|centered)", key))]
     return ", ".join(
         f"{match[1]} {values[match[0]]:.1%}"
         if match[2] == "acc"
         else f"{match[1]} {values[match[0]]:.4f} centered"
-        for match in found
+        for match in matches
     )
