@@ -31,6 +31,7 @@ from titanlite.data.remote_shards import CONNECTIONS, RemoteTokens, delay_s, exp
 from titanlite.data.sequence_cache import NUMBERS, OwnedCache
 from titanlite.data.worker_pool import begin_worker
 from titanlite.errors import LoaderError
+from titanlite.log import tell
 
 WINDOW_BYTES = 1 << 30  # downloaded ahead: minutes of training, so that a store may be away for as long
 POLL_S = 0.02  # between two looks at the position and at what readers wait for
@@ -257,10 +258,14 @@ def _download_all(arguments: tuple[SequenceDataset, NodeOrder, int, Any]) -> Non
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     sequences, order, max_bytes, position = arguments
     assert sequences.cache is not None
-    downloader = Downloader(sequences, order, OwnedCache(sequences.cache.folder, max_bytes))
-    while True:
-        if downloader.cycle(position.value):
-            time.sleep(POLL_S)
+    try:
+        downloader = Downloader(sequences, order, OwnedCache(sequences.cache.folder, max_bytes))
+        while True:
+            if downloader.cycle(position.value):
+                time.sleep(POLL_S)
+    except Exception as e:
+        tell(f"the process that downloads sequences: {e or type(e).__name__}")
+        os._exit(1)  # requests may hang, and their threads would be waited for
 
 
 def _num_bytes(packed: PackedSequences) -> int:

@@ -163,7 +163,10 @@ class OwnedCache(SequenceCache):
         self.others, self._ended = list[int](), "()"
         self.find_others()
 
-    def close(self) -> None:
+    def __enter__(self) -> OwnedCache:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """Leave the entries to other runs."""
         self._lock.close()
 

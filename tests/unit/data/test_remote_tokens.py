@@ -100,7 +100,7 @@ class Node:
 
     def close(self) -> None:
         self.downloader.close()
-        self.cache.close()
+        self.cache.__exit__()
 
 
 @contextmanager
