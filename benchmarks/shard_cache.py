@@ -49,7 +49,7 @@ from titanlite.tokenizers.tiktoken import Tiktoken  # noqa: E402
 
 EPOCHS, SEQ_LEN, BATCH = 4, 4096, 32
 SEQUENCES, BLOCK = 65_536, 1024  # of the simulated corpus; sequences of 8 KiB in a block of 8 MiB
-TURNS, STEPS, SKIPPED = 3, 40, 10
+TURNS, STEPS, SKIPPED = 5, 40, 10
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/shard_cache_2_cores.json")
-    parser.add_argument("--tokens", type=int, default=20_000_000)
+    parser.add_argument("--tokens", type=int, default=12_000_000)
     options = parser.parse_args()
     result: dict[str, Any] = {"order": simulate()}
     with tempfile.TemporaryDirectory() as name, seaweedfs(make(Path(name) / "weed")) as endpoint:
