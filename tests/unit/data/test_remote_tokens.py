@@ -145,7 +145,7 @@ def test_batches_equal_those_of_local_files_with_any_ranks_and_after_a_resume(
 
 
 def test_epochs_in_a_small_cache_read_what_beladys_rule_needs(tmp_path: Path) -> None:
-    seq_len, num, epochs = 2047, 800, 4
+    seq_len, num, epochs = 2047, 480, 3
     rng = np.random.default_rng(1)
     write_dataset(tmp_path / "data", [rng.integers(0, 1000, 600) for _ in range(num * seq_len // 600 + 2)])
     data = Data(sources=[Tokens(path=url(tmp_path / "data"))], cache_dir=str(tmp_path))
@@ -155,9 +155,9 @@ def test_epochs_in_a_small_cache_read_what_beladys_rule_needs(tmp_path: Path) ->
     end, capacity = epochs * num // 16 * 16, num // 10
     needed = [sequences.origin(number)[1] for number in range(end)]
     take_reads(tmp_path / "data")
-    order = MicroBatches(0, StepSizes.constant(16), 4, 0, 2)
+    order = MicroBatches(0, StepSizes.constant(16), 2, 0, 2)
     with node(sequences, tmp_path / "sequences", capacity * num_bytes, order, end) as made:
-        for _ in range(end // 8):
+        for _ in range(end // 4):
             made.next()
             assert size_of(tmp_path / "sequences") <= capacity * num_bytes
     read = sum(size for *_, size in take_reads(tmp_path / "data")) / num_bytes
@@ -393,6 +393,7 @@ def test_a_cache_that_is_too_small_is_refused(corpus: Path, tmp_path: Path) -> N
         )
 
 
+@pytest.mark.full  # 5 s
 def test_the_downloads_of_a_killed_process_are_whole_and_the_next_run_goes_on(
     corpus: Path, tmp_path: Path
 ) -> None:
