@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import golden
-from tests.support.tiers import full
+from tests.support.tiers import full, sampled
 from titanlite.models.base import ModelFamily
 
 WARMUP, BETA2, EPS = "--lr_scheduler.warmup_steps=3", "--optimizer.beta2=0.9501", "--optimizer.eps=2e-8"
@@ -24,7 +24,7 @@ CONTROLS = [  # run, changed setting; the comment is the largest difference foun
 ]
 
 
-@pytest.mark.parametrize("name", golden.RUNS)
+@pytest.mark.parametrize("name", sampled(golden.RUNS, golden.TINY))
 def test_losses_and_data_are_the_golden_ones(name: str, tmp_path: Path) -> None:
     actual = golden.losses(golden.make(name, tmp_path))
     differences = golden.differences(actual, golden.stored()[name]["steps"])

@@ -77,7 +77,7 @@ def state_of(checkpoint: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("ranks", "keys"),
     [
-        (3, []),
+        full(3, []),
         full(2, []),
         full(4, []),
         full(2, [BF16]),

@@ -88,6 +88,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     return folder / "whole"
 
 
+@pytest.mark.full
 def test_it_learns_on_two_ranks_as_on_one(whole: Path, tmp_path: Path, corpus: Path, run_on: Any) -> None:
     run_on(2, train_on_rank, tmp_path, corpus, LION, "two", 2)
     assert losses(tmp_path / "two") == pytest.approx(losses(whole), abs=1e-4)

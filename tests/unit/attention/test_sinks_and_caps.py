@@ -121,6 +121,7 @@ def test_flex(flex_on_cpu: None, monkeypatch: pytest.MonkeyPatch, name: str, doc
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.full
 def test_flex_in_a_compiled_function(flex_on_cpu: None, name: str) -> None:
     """One graph, which serves the next micro-batch."""
     graphs = []

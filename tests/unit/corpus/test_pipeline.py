@@ -252,6 +252,7 @@ def session_of(leader: int | None) -> list[int]:
     return result
 
 
+@pytest.mark.full
 def test_a_killed_worker_ends_the_run_with_a_reason(raw: Path, tmp_path: Path) -> None:
     files, folder = find_files([str(raw)], "input"), tmp_path / "killed"
     with pytest.raises(RuntimeError, match=r"killed, perhaps because memory ran out; run it again"):

@@ -421,6 +421,7 @@ def test_rubbish_after_the_end(tmp_path: Path, how: str) -> None:
         read(write(tmp_path / f"a.jsonl{suffix}", compress(lines(SMALL)) + b"rubbish, long enough"))
 
 
+@pytest.mark.full
 def test_parquet_cut_off_at_any_byte(tmp_path: Path) -> None:
     whole = write_parquet(tmp_path / "whole.parquet", [*SMALL[:4]], rows=2).read_bytes()
     file = tmp_path / "a.parquet"

@@ -90,7 +90,7 @@ def real_sizes(
     [
         (2, MODEL, LAYOUTS),
         full(4, MODEL, MORE_LAYOUTS),
-        (2, EXPERTS, EXPERT_LAYOUTS),
+        full(2, EXPERTS, EXPERT_LAYOUTS),
         full(4, EXPERTS, MORE_EXPERT_LAYOUTS),
         full(4, TWO_EXPERTS, MORE_EXPERT_LAYOUTS),
     ],
@@ -219,7 +219,7 @@ def test_norms_in_place_of_those_before_need_the_outputs_of_attention_and_mlp() 
     assert difference("norms") == 2 * 2 * after.d, "nothing that repeated norms make is kept"
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, full(True)])
 @pytest.mark.parametrize("family", [Qwen3MoE, full(Olmoe)])
 def test_kept_tensors_of_experts_are_those_of_autograd(family: type[ModelFamily], compiled: bool) -> None:
     model = family(flavor="debug")

@@ -419,7 +419,8 @@ def test_the_kernels_call(calls: list[str], packed: bool) -> None:
     assert largest_error(trained(fla_rule, not packed), expected) > 0.01  # control
 
 
-@pytest.mark.parametrize("packed", [full(False), True])
+@pytest.mark.full
+@pytest.mark.parametrize("packed", [False, True])
 def test_both_implementations_compile(calls: list[str], packed: bool) -> None:
     def both(*args: Any) -> Any:
         return torch_rule(*args)[0] - 2 * fla_rule(*args)[0], None

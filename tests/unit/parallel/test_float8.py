@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torchao.float8.float8_linear import Float8Linear
 
+from tests.support.tiers import full
 from titanlite.config.component import ConfigError
 from titanlite.losses import cross_entropy
 from titanlite.models.base import Decoder
@@ -48,8 +49,8 @@ def swapped(net: Decoder) -> set[str]:
     ("recipe", "backend"),
     [
         *((recipe, None) for recipe in RECIPES),
-        ("tensorwise", "aot_eager"),
-        pytest.param("tensorwise", "inductor", marks=pytest.mark.full),
+        full("tensorwise", "aot_eager"),
+        full("tensorwise", "inductor"),
     ],
 )
 def test_gradients_are_those_of_the_model_up_to_8_bits(recipe: str, backend: str | None) -> None:

@@ -49,6 +49,7 @@ def recorded() -> dict[str, tuple[Job, str, int]]:
     return {n: cases[n] for n, d in degrees.items() if d.pp == 1 and d.dp_shard * d.cp > 1}
 
 
+@pytest.mark.full
 def test_the_recorded_runs_choose_as_by_the_plan_which_counts_tensors() -> None:
     """All of them fit with kept weights. With less memory than the plan counts for it, none keeps them."""
     cases = recorded()
