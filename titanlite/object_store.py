@@ -26,7 +26,6 @@ import json
 import os
 import random
 import re
-import socket
 import threading
 import time
 import uuid
@@ -36,7 +35,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
 from operator import methodcaller
-from pathlib import PurePath, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from titanlite.config.component import ConfigError
@@ -44,7 +43,7 @@ from titanlite.config.paths import expand_home
 from titanlite.storage import FolderId, Lock, NewFile, P, Storage, parse_path
 
 T = TypeVar("T")
-COMMIT, SEGMENTS = "COMMIT", ".segments"
+COMMIT, MANIFEST, SEGMENTS = "COMMIT", "manifest.json", ".segments"
 PARTIAL = re.compile(r"\.partial-(.+)-([0-9a-f]{8})")
 RENAMED = re.compile(r"(?:\.trash-|quarantined-)?step-\d+(?:-.*)?")  # names of folders with a COMMIT
 SEGMENT_BYTES = 256 << 10
@@ -52,6 +51,13 @@ SMALL_BYTES = 8 << 20  # files up to here are created by one request
 PART_BYTES, PARTS = 16 << 20, 4  # of an upload in parts: so many of this size are in host memory per file
 READ_BYTES = 8 << 20  # of a request for a range of a file that is read from one end to the other
 LEASE, RENEWAL_S = timedelta(seconds=60), 15.0
+ABANDONED = timedelta(days=1)  # the age of a checkpoint that has a manifest, and that nobody commits any more
+CODES = {  # of answers whose status alone misleads: 403 for a full bucket, 400 for a token that has expired
+    r"QuotaExceeded|InsufficientStorage|status code: 507": errno.ENOSPC,
+    r"<Code>(ExpiredToken|InvalidToken|TokenRefreshRequired)<": errno.EACCES,
+    r"NoSuchBucket|ContainerNotFound|specified bucket does not exist": errno.ENOTDIR,  # no missing file
+}
+CLIENT_OPTIONS = {"allow_http": True}
 RETRIES = {"max_retries": 8, "retry_timeout": timedelta(seconds=120)}  # with exponential back-off and jitter
 
 
@@ -154,7 +160,7 @@ class ObjectStore(Storage):
             return
         tail = Tail(segments.generation + 1, 0, data)
         _put(path, _segment_key(key, tail), data)
-        _request(path, lambda client: client.delete([*segments.keys, *segments.outdated, key]))
+        _delete(path, *segments.keys, *segments.outdated, key)
         _tails[str(path)] = tail
 
     def append(self, path: PurePath, data: bytes) -> None:
@@ -168,9 +174,11 @@ class ObjectStore(Storage):
         elif len(tail.data) >= SEGMENT_BYTES:
             tail = Tail(tail.generation, tail.number + 1, b"")
         tail = tail._replace(data=tail.data + data)
-        _put(path, _segment_key(key, tail), tail.data)
-        if str(path) not in _tails:
-            _request(path, lambda client: client.delete([key]))
+        if str(path) in _tails:
+            _put(path, _segment_key(key, tail), tail.data)
+        else:
+            tail = _create_segment(path, key, tail)
+            _delete(path, key)
         _tails[str(path)] = tail
 
     def rename(self, path: PurePath, target: PurePath) -> None:
@@ -184,16 +192,16 @@ class ObjectStore(Storage):
         pointer = {"keys": keys, "from": None if is_partial else _key(path)}
         _create(target, f"{_key(target)}/{COMMIT}", json.dumps(pointer).encode())
         if not is_partial:
-            _request(path, lambda client: client.delete([f"{_key(path)}/{COMMIT}"]))
+            _delete(path, f"{_key(path)}/{COMMIT}")
 
     def delete(self, path: PurePath) -> None:
         prefix = _resolved(path)
         if prefix is None or (PARTIAL.fullmatch(path.name) and self._may_be_written(path, prefix)):
             return
         below = [*_listed(path, prefix), *_listed(path, f"{prefix}{SEGMENTS}")]
-        _request(path, lambda client: client.delete([item["path"] for item in below] or [prefix]))
+        _delete(path, *([item["path"] for item in below] or [prefix]))
         if RENAMED.fullmatch(path.name):
-            _request(path, lambda client: client.delete([f"{_key(path)}/{COMMIT}"]))
+            _delete(path, f"{_key(path)}/{COMMIT}")
         _tails.pop(str(path), None)
 
     def make_folder(self, path: PurePath) -> None:
@@ -226,7 +234,7 @@ class ObjectStore(Storage):
         """Copy a small file, and delete the first."""
         key, new_key = _existing(path), _existing(target)
         _create(target, new_key, _get(path, key))
-        _request(path, lambda client: client.delete([key]))
+        _delete(path, key)
 
     def _unfinished(self, folder: PurePath, names: Sequence[str]) -> Sequence[str]:
         """The names of folders of checkpoints whose keys no COMMIT names. `names`: of folders of
@@ -242,9 +250,11 @@ class ObjectStore(Storage):
 
     def _may_be_written(self, path: PurePath, prefix: str) -> bool:
         """Whether an object of an unfinished checkpoint is so new that a process may still be writing to it,
-        by the store's own dates."""
-        newest = max((item["last_modified"] for item in _listed(path, prefix)), default=None)
-        return newest is not None and _now(path) - newest < LEASE
+        by the store's own dates. One with a manifest may be finished: a listing did not show its COMMIT, or a
+        process that was suspended is about to create it."""
+        items = _listed(path, prefix)
+        age = ABANDONED if any(PurePosixPath(item["path"]).name == MANIFEST for item in items) else LEASE
+        return bool(items) and _now(path) - max(item["last_modified"] for item in items) < age
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,7 +323,7 @@ def _client(path: PurePath) -> Any:
         _opened_in[:] = [os.getpid()]
         with _errors(path):
             _clients[scheme, bucket] = kinds[scheme](
-                bucket, config=config, client_options={"allow_http": True}, retry_config=RETRIES
+                bucket, config=config, client_options=CLIENT_OPTIONS, retry_config=RETRIES
             )
     return _clients[scheme, bucket]
 
@@ -388,6 +398,17 @@ def _segment_key(key: str, tail: Tail) -> str:
     return f"{key}{SEGMENTS}/{tail.generation:06}.{tail.number:06}"
 
 
+def _create_segment(path: PurePath, key: str, tail: Tail) -> Tail:
+    """Create the first segment of this process after all others, of which a listing may not show the last.
+    Returns it with its number."""
+    while True:
+        try:
+            _create(path, _segment_key(key, tail), tail.data)
+            return tail
+        except FileExistsError:
+            tail = tail._replace(number=tail.number + 1)
+
+
 def _listed(path: PurePath, prefix: str) -> list[dict[str, Any]]:
     """Key, size and date of the objects below a prefix, in the bucket of `path`."""
     return _request(path, lambda client: [item for chunk in client.list(prefix) for item in chunk])
@@ -419,12 +440,21 @@ def _create(path: PurePath, key: str, data: bytes) -> None:
             raise
 
 
+def _delete(path: PurePath, *keys: str) -> None:
+    """Delete objects of the bucket of `path`. A missing one is an error of Azure and Google, not of S3."""
+    try:
+        _request(path, methodcaller("delete", list(keys)))
+    except FileNotFoundError:
+        for key in keys if len(keys) > 1 else ():
+            _delete(path, key)
+
+
 def _now(path: PurePath) -> datetime:
     """The time by the store's clock."""
     key = f"{path.parts[1]}/.clock-{uuid.uuid4().hex[:8]}"
     _put(path, key, b"")
     now: datetime = _request(path, lambda client: client.head(key)["last_modified"])
-    _request(path, lambda client: client.delete([key]))
+    _delete(path, key)
     return now
 
 
@@ -437,7 +467,7 @@ def _check_conditions(path: PurePath) -> None:
     except FileExistsError:
         return
     finally:
-        _request(path, lambda client: client.delete([key]))
+        _delete(path, key)
     raise OSError(
         errno.ENOTSUP, "this store ignores conditional writes (If-None-Match), which checkpoints need"
     )
@@ -481,18 +511,18 @@ def _errors(path: PurePath) -> Iterator[None]:
         if isinstance(e, OSError) and e.errno is not None:  # ours, from a call inside
             raise
         number = next(number for kind, number in kinds if isinstance(e, kind))
-        if number == errno.EREMOTEIO and re.search(r"QuotaExceeded|InsufficientStorage|\b507\b", str(e)):
-            number = errno.ENOSPC
+        number = next((n for code, n in CODES.items() if re.search(code, str(e))), number)
         raise OSError(number, _reason(str(e)), str(path)) from None
 
 
 def _reason(text: str) -> str:
     """The reason in the message of one of obstore's errors, which may also have a whole answer of the
-    store."""
+    store. An answer may repeat the credentials, and a URL may hold some: neither is passed on."""
     status = re.search(r"status code: (\d+ [\w ]+)", text)
-    code, message = (re.search(f"<{tag}>([^<]*)</{tag}>", text) for tag in ("Code", "Message"))
+    code, message = (re.search(f"<{tag}>([^<\n]*)", text) for tag in ("Code", "Message"))
     if status:
-        return ": ".join([status[1], *(match[1] for match in (code, message) if match)])
+        return ": ".join([status[1].strip(), *(match[1].strip() for match in (code, message) if match)])
+    text = re.sub(r"\?[^\s)]*", "", re.sub(r"//[^/\s]*@", "//", text))
     return " ".join(text.split("Debug source:")[0].split())[:300]
 
 
@@ -545,8 +575,10 @@ class _NewObject:
     def __init__(self, path: PurePath, key: str):
         self._path, self._key, self._data = path, key, io.BytesIO()
         self._writer: Any = None
+        self._size = 0
 
     def write(self, data: bytes | memoryview, /) -> int:
+        self._size += len(data)
         if self._writer is None:
             self._data.write(data)
             if self._data.tell() > SMALL_BYTES:
@@ -573,8 +605,12 @@ class _NewObject:
         if self._writer is None:
             _create(self._path, self._key, self._data.getvalue())
             return
-        with _errors(self._path):
-            self._writer.close()
+        try:
+            with _errors(self._path):
+                self._writer.close()
+        except FileNotFoundError:  # as after a lost answer: the repeated request finds no upload in progress
+            if _head(self._path, self._key) != self._size:
+                raise
 
     def abort(self) -> None:
         self._writer = None
@@ -588,6 +624,7 @@ class _Lease(Lock):
         self._path, self._key = path, _key(path)
         self._token, self._text = uuid.uuid4().hex, ""
         self._version: Any = None
+        self._renewed = time.monotonic()
         self._lost, self._ends = threading.Event(), threading.Event()
         self._mutex = threading.Lock()
         self._renewals: threading.Thread | None = None
@@ -603,7 +640,7 @@ class _Lease(Lock):
                 return False  # another process was faster
             raise
         self._finish_renames()
-        self._renewals = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._renewals = threading.Thread(target=self._keep, name="lease", daemon=True)
         self._renewals.start()
         return True
 
@@ -616,6 +653,8 @@ class _Lease(Lock):
             self._write(self._version)
 
     def is_lost(self) -> bool:
+        if time.monotonic() - self._renewed > LEASE.total_seconds():  # suspended, or the store was away
+            self._renew()
         return self._lost.is_set()
 
     def release(self) -> None:
@@ -645,14 +684,14 @@ class _Lease(Lock):
     def _is_free(self, meta: Any, content: dict[str, Any]) -> bool:
         if not content.get("token"):
             return True
-        if content.get("host") == socket.gethostname() and _has_ended(content.get("pid")):
+        if (here := _machine()) and content.get("machine") == here and _has_ended(content.get("pid")):
             return True
         return bool(_now(self._path) - meta["last_modified"] > LEASE)
 
     def _write(self, mode: Any) -> None:
         """Replace the object under a condition. After a lost answer, a repeated request finds the object that
         the first one has written."""
-        content = {"token": self._token, "text": self._text, "host": socket.gethostname(), "pid": os.getpid()}
+        content = {"token": self._token, "text": self._text, "machine": _machine(), "pid": os.getpid()}
         data = json.dumps(content).encode()
         try:
             result = _request(
@@ -662,18 +701,29 @@ class _Lease(Lock):
             result, found = self._read() if e.errno in (errno.EEXIST, errno.ESTALE) else (None, {})
             if found != content:
                 raise
-        self._version = _version_of(result)
+        self._version, self._renewed = _version_of(result), time.monotonic()
+
+    def _keep(self) -> None:
+        """Replace the object from time to time."""
+        while not self._ends.wait(RENEWAL_S) and not self._lost.is_set():
+            with suppress(OSError):  # a store that does not answer now; the lease may outlast it
+                self._renew()
 
     def _renew(self) -> None:
-        """Replace the object from time to time."""
-        while not self._ends.wait(RENEWAL_S):
-            try:
-                with self._mutex:
+        """Replace the object, or create it again if it was deleted. If another process has taken the lock
+        since, it is lost."""
+        try:
+            with self._mutex:
+                try:
                     self._write(self._version)
-            except OSError as e:
-                if e.errno == errno.ESTALE and self._read()[1].get("token") != self._token:
-                    self._lost.set()
-                    return
+                except OSError as e:
+                    if e.errno not in (errno.ESTALE, errno.ENOENT) or self._read()[0] is not None:
+                        raise
+                    self._write("create")
+        except OSError as e:
+            if e.errno not in (errno.ESTALE, errno.EEXIST):
+                raise
+            self._lost.set()
 
     def _finish_renames(self) -> None:
         """Delete each COMMIT whose folder a killed process has begun to rename."""
@@ -681,12 +731,21 @@ class _Lease(Lock):
         for pointer in pointers.values():
             before = f"{pointer['from']}/{COMMIT}"
             if pointer["from"] and pointers.get(before, {}).get("keys") == pointer["keys"]:
-                _request(self._path, methodcaller("delete", [before]))
+                _delete(self._path, before)
 
 
 def _version_of(meta: Any) -> dict[str, str]:
     """The condition that an object is still the one that `meta` describes."""
     return {key: meta[key] for key in ("e_tag", "version") if meta[key] is not None}
+
+
+def _machine() -> str:
+    """Tells where the id of a process has a meaning: since this start of this kernel, in this container. Two
+    machines may have one name. "": unknown."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return f"{boot.strip()} {os.readlink('/proc/self/ns/pid')}"
+    return ""
 
 
 def _has_ended(pid: Any) -> bool:
