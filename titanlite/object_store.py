@@ -85,6 +85,7 @@ class Tail(NamedTuple):
 class ObjectStore(Storage):
     """Base of the storages of object stores."""
 
+    has_folders: ClassVar[bool] = False
     commit_rule: ClassVar[str] = "create"
 
     def path(self, text: str) -> PurePath:

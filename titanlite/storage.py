@@ -84,6 +84,9 @@ class Storage(Component):
     apart from that. Errors are OSErrors as those of the local disk: FileNotFoundError for a missing file,
     FileExistsError for one that exists already."""
 
+    has_folders: ClassVar[bool] = True
+    """Whether a folder that was made is there without files. If not, a missing one is no sign of damage."""
+
     commit_rule: ClassVar[str]
     """How a reader of a checkpoint knows that it is complete; written into its manifest. "rename": the folder
     has its final name."""

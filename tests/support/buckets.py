@@ -263,6 +263,7 @@ class FaultyProxy(ThreadingHTTPServer):
 
 class _ProxyHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # an answer in one packet: the client acknowledges a first one of two after 40 ms only
     server: FaultyProxy
 
     def _pass_on(self) -> None:
@@ -334,7 +335,7 @@ class _ProxyHandler(BaseHTTPRequestHandler):
 def faulty_proxy(endpoint: str, seed: int = 0, share: float = 0.2) -> Iterator[FaultyProxy]:
     """A FaultyProxy that ends with the body."""
     proxy = FaultyProxy(endpoint, seed, share)
-    thread = threading.Thread(target=proxy.serve_forever, daemon=True)
+    thread = threading.Thread(target=proxy.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield proxy
@@ -343,3 +344,46 @@ def faulty_proxy(endpoint: str, seed: int = 0, share: float = 0.2) -> Iterator[F
         proxy.shutdown()
         thread.join()
         proxy.server_close()
+
+
+class Killed(BaseException):
+    """A process that ends without another request."""
+
+
+class KilledAt:
+    """obstore's client, which ends the process before or after its n-th request that changes something."""
+
+    def __init__(self, client: Any, number: int, before: bool):
+        self.client, self.left, self.before = client, number, before
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.client, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self.left == 0:
+                raise Killed
+            if name in ("put", "delete"):
+                self.left -= 1
+                if self.left == 0 and self.before:
+                    raise Killed
+            result = call(*args, **kwargs)
+            if self.left == 0:
+                raise Killed
+            return result
+
+        return counted
+
+
+def ends_by_itself(work: Callable[[], object], number: int, before: bool) -> bool:
+    """Whether `work` ends without being killed at its n-th request that changes something."""
+    whole = dict(object_store._clients)
+    killed = {key: KilledAt(client, number, before) for key, client in whole.items()}
+    object_store._clients.update(killed)
+    try:
+        work()
+        return True
+    except Killed:
+        return False
+    finally:
+        object_store._clients.update(whole)
+        object_store._tails.clear()

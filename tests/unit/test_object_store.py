@@ -9,12 +9,13 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
 
-from tests.support.buckets import AZURE, KEYS, Server, bucket_server, faulty_proxy
+from tests.support.buckets import AZURE, KEYS, Server, bucket_server, ends_by_itself, faulty_proxy
 from tests.support.jobs import make_job
 from tests.support.tiers import full
 from titanlite import cli, object_store
@@ -91,33 +92,6 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(tmp_path: Path, corpus: Path, fo
         assert secret.encode() not in everything
 
 
-class Killed(BaseException):
-    """A process that ends without another request."""
-
-
-class KilledAt:
-    """obstore's client, which ends the process before or after its n-th request that changes something."""
-
-    def __init__(self, client: Any, number: int, before: bool):
-        self.client, self.left, self.before = client, number, before
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self.client, name)
-        if name not in ("put", "delete"):
-            return call
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.left -= 1
-            if self.left == 0 and self.before:
-                raise Killed
-            result = call(*args, **kwargs)
-            if self.left <= 0:
-                raise Killed
-            return result
-
-        return counted
-
-
 def work(folder: PurePath) -> None:
     """What changes checkpoints: a save, retention, a rewind to step 3, and a damaged checkpoint."""
     commit.retain(folder, keep_latest=2)
@@ -139,15 +113,7 @@ def test_a_kill_at_any_request_loses_nothing(
         checkpoints = run / "checkpoint"
         for step in (1, 2, 3, 4):
             save(checkpoints, step)
-        client = object_store._client(run)
-        clients = {key: KilledAt(client, number, before) for key in object_store._clients}
-        monkeypatch.setattr(object_store, "_clients", clients)
-        try:
-            work(checkpoints)
-            done = True
-        except Killed:
-            pass
-        monkeypatch.setattr(object_store, "_clients", dict.fromkeys(clients, client))
+        done = ends_by_itself(partial(work, checkpoints), number, before)
         with FolderLock(run) as lock:  # the next start
             lock.take()
             commit.clean(checkpoints)
@@ -171,8 +137,8 @@ def test_a_kill_at_any_request_loses_nothing(
 def test_only_the_name_of_a_commit_decides(folder: PurePath) -> None:
     """Two processes commit one step: one of them does, and its files are the checkpoint's."""
     first, second = (commit.begin(folder, 5) for _ in range(2))
-    for partial, text in ((first, b"first"), (second, b"second")):
-        file = storage_of(partial).create(partial / "__0_0.distcp")
+    for path, text in ((first, b"first"), (second, b"second")):
+        file = storage_of(path).create(path / "__0_0.distcp")
         file.write(text)
         file.close()
     commit.commit(second, 5, {}, {}, {})

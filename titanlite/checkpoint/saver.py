@@ -202,12 +202,13 @@ class Saver:
     def _begin(self, step: int, size: int) -> PurePath:
         with _disk_errors(f"step {step} could not be saved: "):
             self._before_save()
-            if not storage_of(self._folder).is_folder(self._folder):
+            storage = storage_of(self._folder)
+            if storage.has_folders and not storage.is_folder(self._folder):
                 logger.error(
                     f"{self._folder} is gone: removed, or on a disk that is not mounted any more; it is made "
                     f"again for step {step}, without its earlier checkpoints"
                 )
-                storage_of(self._folder).make_folder(self._folder)
+                storage.make_folder(self._folder)
             commit.check_space(self._folder, size)
             return commit.begin(self._folder, step)
 
@@ -227,7 +228,9 @@ class Saver:
         logger.info(f"saved {path} ({gib(size)}, {time.perf_counter() - began:.1f} s)")
 
     def _newest_checkpoint(self) -> str:
-        checkpoints = commit.list_committed(self._folder)
+        checkpoints = []
+        with suppress(OSError):  # of a storage that does not answer, which is why the saves have failed
+            checkpoints = commit.list_committed(self._folder)
         return f" (the newest checkpoint is {checkpoints[-1][1].name})" if checkpoints else ""
 
 
