@@ -496,18 +496,23 @@ def prepared(folder: PurePath, case: str) -> dict[str, Any]:
     return {"keep_latest_k": 3, "load_step": 3 if case == "rewind" else -1}
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("case", ["leftovers", "damaged", "rewind"])
-def test_a_kill_at_any_request_of_a_start_loses_nothing(folder: PurePath, case: str, before: bool) -> None:
-    """A resume with its quarantine or rewind, two saves and retention."""
+CASES = [(case, before, 1) for case in ("leftovers", "damaged", "rewind") for before in (True, False)]
+
+
+@pytest.mark.parametrize(("case", "before", "stride"), [("damaged", False, 9), *(full(*c) for c in CASES)])
+def test_a_kill_at_any_request_of_a_start_loses_nothing(
+    folder: PurePath, case: str, before: bool, stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume with its quarantine or rewind, two saves and retention. `stride`: from kill to kill."""
+    monkeypatch.setattr(object_store, "ABANDONED", timedelta(0))
     config = prepared(folder / "whole", case)
     go(folder / "whole", 6, **config)
     steps = committed(folder / "whole")
-    for number in itertools.count(1):
+    for number in itertools.count(1, stride):
         run = folder / str(number)
         config = prepared(run, case)
         done = ends_by_itself(partial(go, run, 6, **config), number, before)
-        assert max(committed(run)) >= 3
+        assert max(step for step, _ in commit.list_committed(run / "checkpoint")) >= 3
         go(run, 6, **config)
         assert committed(run)[-2:] == steps[-2:]
         assert shards(run / "checkpoint/step-6") == shards(folder / "whole/checkpoint/step-6")
