@@ -52,11 +52,14 @@ PART_BYTES, PARTS = 16 << 20, 4  # of an upload in parts: so many of this size a
 READ_BYTES = 8 << 20  # of a request for a range of a file that is read from one end to the other
 LEASE, RENEWAL_S = timedelta(seconds=60), 15.0
 ABANDONED = timedelta(days=1)  # the age of a checkpoint that has a manifest, and that nobody commits any more
-CODES = {  # of answers whose status alone misleads: 403 for a full bucket, 400 for a token that has expired
+# Where obstore asks for credentials of the machine's role.
+ROLE = r"/latest/(api/token|meta-data/)|/computeMetadata/|/metadata/identity/"
+CODES = {  # of messages; the kind of an error misleads, as of 403 for a full bucket and of refused lists
     r"QuotaExceeded|InsufficientStorage|status code: 507": errno.ENOSPC,
-    r"<Code>(ExpiredToken|InvalidToken|TokenRefreshRequired)<": errno.EACCES,
+    rf"<Code>(ExpiredToken|InvalidToken|TokenRefreshRequired)<|status code: 40[13]|{ROLE}": errno.EACCES,
     r"NoSuchBucket|ContainerNotFound|specified bucket does not exist": errno.ENOTDIR,  # no missing file
 }
+SILENCE_S = 300.0  # after a request of an append that was not answered
 CLIENT_OPTIONS = {"allow_http": True}
 RETRIES = {"max_retries": 8, "retry_timeout": timedelta(seconds=120)}  # with exponential back-off and jitter
 
@@ -165,6 +168,17 @@ class ObjectStore(Storage):
         _tails[str(path)] = tail
 
     def append(self, path: PurePath, data: bytes) -> None:
+        # Training waits for its records, and would wait for minutes with each of them.
+        if time.monotonic() < _silent_until.get(path.parts[0], 0.0):
+            raise OSError(errno.EREMOTEIO, "the store did not answer a short time ago", str(path))
+        try:
+            self._append(path, data)
+        except OSError as e:
+            if e.errno == errno.EREMOTEIO:
+                _silent_until[path.parts[0]] = time.monotonic() + SILENCE_S
+            raise
+
+    def _append(self, path: PurePath, data: bytes) -> None:
         key, tail = _existing(path), _tails.get(str(path))
         if tail is None:
             segments = _segments(path, key)
@@ -297,6 +311,7 @@ PATHS: dict[str, type[PurePosixPath]] = {"s3": S3Path, "gs": GoogleCloudPath, "a
 _clients: dict[tuple[str, str], Any] = {}  # by scheme and bucket
 _opened_in: list[int] = []  # the process that has opened them
 _tails: dict[str, Tail] = {}  # of the files that this process appends to
+_silent_until: dict[str, float] = {}  # by bucket: the time until which nothing is appended
 
 
 def _obstore() -> Any:
@@ -340,6 +355,7 @@ def forget_clients() -> None:
     _clients.clear()
     _opened_in.clear()
     _tails.clear()
+    _silent_until.clear()
 
 
 def _key(path: PurePath) -> str:
@@ -523,7 +539,14 @@ def _reason(text: str) -> str:
     code, message = (re.search(f"<{tag}>([^<\n]*)", text) for tag in ("Code", "Message"))
     if status:
         return ": ".join([status[1].strip(), *(match[1].strip() for match in (code, message) if match)])
+    if re.search(ROLE, text):
+        return "there are no credentials in the environment, and the machine has no role that gives some"
     text = re.sub(r"\?[^\s)]*", "", re.sub(r"//[^/\s]*@", "//", text))
+    host, cause = re.search(r"//([^/\s]+)", text), re.search(r"HTTP error: (error sending[^\n]*)", text)
+    if host and cause:
+        message = re.search(r'message: "([^"]*)"', text)
+        why = "no answer in time" if "kind: Timeout" in text else message[1] if message else cause[1]
+        return f"{host[1]} does not answer: {why}"
     return " ".join(text.split("Debug source:")[0].split())[:300]
 
 

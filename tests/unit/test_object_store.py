@@ -305,6 +305,21 @@ def test_a_store_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatc
     assert KEYS["AWS_SECRET_ACCESS_KEY"] not in str(error.value)
 
 
+def test_missing_credentials_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in KEYS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(object_store, "RETRIES", {"max_retries": 0})
+    folder = parse_path("s3://bucket/run")
+    try:
+        with pytest.raises(
+            PermissionError, match="no credentials in the environment, and the machine has no"
+        ):
+            storage_of(folder).exists(folder)
+    finally:
+        object_store.forget_clients()
+
+
 @OVER_HTTP
 def test_a_wrong_path_and_a_missing_bucket_are_one_line(
     tmp_path: Path, corpus: Path, folder: PurePath, server: Server, request: pytest.FixtureRequest
