@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -490,6 +491,24 @@ def test_requests_that_arrive_twice_change_nothing(
     assert storage_of(run_folder).read(run_folder / "metrics.jsonl") == b"1\n2\n3\n"
     assert storage_of(run_folder).read(run_folder / "large") == large
     assert proxy.counts["twice"] > 50
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_an_upload_that_is_completed_twice_is_no_failure(folder: PurePath, is_sent: bool) -> None:
+    """After a lost answer, some stores do not know the upload any more when the request is repeated."""
+    file: Any = storage_of(folder).create(folder / "large")
+    file.write(bytes(object_store.SMALL_BYTES + 1))
+    writer, ends = file._writer, pytest.raises(FileNotFoundError) if not is_sent else nullcontext()
+
+    class Repeats:
+        def close(self) -> None:
+            if is_sent:
+                writer.close()
+            raise FileNotFoundError("NoSuchUpload")
+
+    file._writer = Repeats()
+    with ends:
+        file.close()
 
 
 # ---- kills of a start

@@ -165,6 +165,28 @@ def test_a_lost_answer_to_a_commit_is_no_failure(folder: PurePath, monkeypatch: 
     assert [step for step, _ in commit.list_committed(folder)] == [5]
 
 
+def test_a_missing_object_keeps_no_other_from_being_deleted(
+    folder: PurePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Google, where it is an error that ends the deletion of a list."""
+    client = object_store._client(folder)
+
+    class Google:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(client, name)
+
+        def delete(self, keys: list[str]) -> None:
+            for key in keys:
+                client.head(key)
+                client.delete(key)
+
+    monkeypatch.setattr(object_store, "_clients", {key: Google() for key in object_store._clients})
+    object_store._put(folder, "a", b"")
+    object_store._delete(folder, "missing", "a", "missing as well")
+    object_store._delete(folder, "missing")
+    assert object_store._listed(folder, "") == []
+
+
 @OVER_HTTP
 def test_a_store_that_ignores_conditions_is_refused(
     folder: PurePath, monkeypatch: pytest.MonkeyPatch
