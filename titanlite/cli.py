@@ -37,6 +37,7 @@ REMEDIES = {
     errno.EMFILE: FILES,
     errno.ENFILE: FILES,
     errno.ENAMETOOLONG: "; choose a shorter name",
+    errno.EREMOTEIO: "; start the same command again when the store answers",
 }
 TORCH_MIN, TORCH_BELOW = (2, 11), (2, 14)  # as in pyproject.toml
 

@@ -26,7 +26,6 @@ import json
 import os
 import random
 import re
-import socket
 import threading
 import time
 import uuid
@@ -36,7 +35,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
 from operator import methodcaller
-from pathlib import PurePath, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from titanlite.config.component import ConfigError
@@ -44,7 +43,7 @@ from titanlite.config.paths import expand_home
 from titanlite.storage import FolderId, Lock, NewFile, P, Storage, parse_path
 
 T = TypeVar("T")
-COMMIT, SEGMENTS = "COMMIT", ".segments"
+COMMIT, MANIFEST, SEGMENTS = "COMMIT", "manifest.json", ".segments"
 PARTIAL = re.compile(r"\.partial-(.+)-([0-9a-f]{8})")
 RENAMED = re.compile(r"(?:\.trash-|quarantined-)?step-\d+(?:-.*)?")  # names of folders with a COMMIT
 SEGMENT_BYTES = 256 << 10
@@ -52,6 +51,16 @@ SMALL_BYTES = 8 << 20  # files up to here are created by one request
 PART_BYTES, PARTS = 16 << 20, 4  # of an upload in parts: so many of this size are in host memory per file
 READ_BYTES = 8 << 20  # of a request for a range of a file that is read from one end to the other
 LEASE, RENEWAL_S = timedelta(seconds=60), 15.0
+ABANDONED = timedelta(days=1)  # the age of a checkpoint that has a manifest, and that nobody commits any more
+# Where obstore asks for credentials of the machine's role.
+ROLE = r"/latest/(api/token|meta-data/)|/computeMetadata/|/metadata/identity/"
+CODES = {  # of messages; the kind of an error misleads, as of 403 for a full bucket and of refused lists
+    r"QuotaExceeded|InsufficientStorage|status code: 507": errno.ENOSPC,
+    rf"<Code>(ExpiredToken|InvalidToken|TokenRefreshRequired)<|status code: 40[13]|{ROLE}": errno.EACCES,
+    r"NoSuchBucket|ContainerNotFound|specified bucket does not exist": errno.ENOTDIR,  # no missing file
+}
+SILENCE_S = 300.0  # after a request of an append that was not answered
+CLIENT_OPTIONS = {"allow_http": True}
 RETRIES = {"max_retries": 8, "retry_timeout": timedelta(seconds=120)}  # with exponential back-off and jitter
 
 
@@ -155,10 +164,21 @@ class ObjectStore(Storage):
             return
         tail = Tail(segments.generation + 1, 0, data)
         _put(path, _segment_key(key, tail), data)
-        _request(path, lambda client: client.delete([*segments.keys, *segments.outdated, key]))
+        _delete(path, *segments.keys, *segments.outdated, key)
         _tails[str(path)] = tail
 
     def append(self, path: PurePath, data: bytes) -> None:
+        # Training waits for its records, and would wait for minutes with each of them.
+        if time.monotonic() < _silent_until.get(path.parts[0], 0.0):
+            raise OSError(errno.EREMOTEIO, "the store did not answer a short time ago", str(path))
+        try:
+            self._append(path, data)
+        except OSError as e:
+            if e.errno == errno.EREMOTEIO:
+                _silent_until[path.parts[0]] = time.monotonic() + SILENCE_S
+            raise
+
+    def _append(self, path: PurePath, data: bytes) -> None:
         key, tail = _existing(path), _tails.get(str(path))
         if tail is None:
             segments = _segments(path, key)
@@ -169,9 +189,11 @@ class ObjectStore(Storage):
         elif len(tail.data) >= SEGMENT_BYTES:
             tail = Tail(tail.generation, tail.number + 1, b"")
         tail = tail._replace(data=tail.data + data)
-        _put(path, _segment_key(key, tail), tail.data)
-        if str(path) not in _tails:
-            _request(path, lambda client: client.delete([key]))
+        if str(path) in _tails:
+            _put(path, _segment_key(key, tail), tail.data)
+        else:
+            tail = _create_segment(path, key, tail)
+            _delete(path, key)
         _tails[str(path)] = tail
 
     def rename(self, path: PurePath, target: PurePath) -> None:
@@ -185,16 +207,16 @@ class ObjectStore(Storage):
         pointer = {"keys": keys, "from": None if is_partial else _key(path)}
         _create(target, f"{_key(target)}/{COMMIT}", json.dumps(pointer).encode())
         if not is_partial:
-            _request(path, lambda client: client.delete([f"{_key(path)}/{COMMIT}"]))
+            _delete(path, f"{_key(path)}/{COMMIT}")
 
     def delete(self, path: PurePath) -> None:
         prefix = _resolved(path)
         if prefix is None or (PARTIAL.fullmatch(path.name) and self._may_be_written(path, prefix)):
             return
         below = [*_listed(path, prefix), *_listed(path, f"{prefix}{SEGMENTS}")]
-        _request(path, lambda client: client.delete([item["path"] for item in below] or [prefix]))
+        _delete(path, *([item["path"] for item in below] or [prefix]))
         if RENAMED.fullmatch(path.name):
-            _request(path, lambda client: client.delete([f"{_key(path)}/{COMMIT}"]))
+            _delete(path, f"{_key(path)}/{COMMIT}")
         _tails.pop(str(path), None)
 
     def make_folder(self, path: PurePath) -> None:
@@ -227,7 +249,7 @@ class ObjectStore(Storage):
         """Copy a small file, and delete the first."""
         key, new_key = _existing(path), _existing(target)
         _create(target, new_key, _get(path, key))
-        _request(path, lambda client: client.delete([key]))
+        _delete(path, key)
 
     def _unfinished(self, folder: PurePath, names: Sequence[str]) -> Sequence[str]:
         """The names of folders of checkpoints whose keys no COMMIT names. `names`: of folders of
@@ -243,9 +265,11 @@ class ObjectStore(Storage):
 
     def _may_be_written(self, path: PurePath, prefix: str) -> bool:
         """Whether an object of an unfinished checkpoint is so new that a process may still be writing to it,
-        by the store's own dates."""
-        newest = max((item["last_modified"] for item in _listed(path, prefix)), default=None)
-        return newest is not None and _now(path) - newest < LEASE
+        by the store's own dates. One with a manifest may be finished: a listing did not show its COMMIT, or a
+        process that was suspended is about to create it."""
+        items = _listed(path, prefix)
+        age = ABANDONED if any(PurePosixPath(item["path"]).name == MANIFEST for item in items) else LEASE
+        return bool(items) and _now(path) - max(item["last_modified"] for item in items) < age
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,6 +311,7 @@ PATHS: dict[str, type[PurePosixPath]] = {"s3": S3Path, "gs": GoogleCloudPath, "a
 _clients: dict[tuple[str, str], Any] = {}  # by scheme and bucket
 _opened_in: list[int] = []  # the process that has opened them
 _tails: dict[str, Tail] = {}  # of the files that this process appends to
+_silent_until: dict[str, float] = {}  # by bucket: the time until which nothing is appended
 
 
 def _obstore() -> Any:
@@ -314,7 +339,7 @@ def _client(path: PurePath) -> Any:
         _opened_in[:] = [os.getpid()]
         with _errors(path):
             _clients[scheme, bucket] = kinds[scheme](
-                bucket, config=config, client_options={"allow_http": True}, retry_config=RETRIES
+                bucket, config=config, client_options=CLIENT_OPTIONS, retry_config=RETRIES
             )
     return _clients[scheme, bucket]
 
@@ -330,6 +355,7 @@ def forget_clients() -> None:
     _clients.clear()
     _opened_in.clear()
     _tails.clear()
+    _silent_until.clear()
 
 
 def _key(path: PurePath) -> str:
@@ -389,6 +415,17 @@ def _segment_key(key: str, tail: Tail) -> str:
     return f"{key}{SEGMENTS}/{tail.generation:06}.{tail.number:06}"
 
 
+def _create_segment(path: PurePath, key: str, tail: Tail) -> Tail:
+    """Create the first segment of this process after all others, of which a listing may not show the last.
+    Returns it with its number."""
+    while True:
+        try:
+            _create(path, _segment_key(key, tail), tail.data)
+            return tail
+        except FileExistsError:
+            tail = tail._replace(number=tail.number + 1)
+
+
 def _listed(path: PurePath, prefix: str) -> list[dict[str, Any]]:
     """Key, size and date of the objects below a prefix, in the bucket of `path`."""
     return _request(path, lambda client: [item for chunk in client.list(prefix) for item in chunk])
@@ -420,12 +457,21 @@ def _create(path: PurePath, key: str, data: bytes) -> None:
             raise
 
 
+def _delete(path: PurePath, *keys: str) -> None:
+    """Delete objects of the bucket of `path`. A missing one is an error of Azure and Google, not of S3."""
+    try:
+        _request(path, methodcaller("delete", list(keys)))
+    except FileNotFoundError:
+        for key in keys if len(keys) > 1 else ():
+            _delete(path, key)
+
+
 def _now(path: PurePath) -> datetime:
     """The time by the store's clock."""
     key = f"{path.parts[1]}/.clock-{uuid.uuid4().hex[:8]}"
     _put(path, key, b"")
     now: datetime = _request(path, lambda client: client.head(key)["last_modified"])
-    _request(path, lambda client: client.delete([key]))
+    _delete(path, key)
     return now
 
 
@@ -438,7 +484,7 @@ def _check_conditions(path: PurePath) -> None:
     except FileExistsError:
         return
     finally:
-        _request(path, lambda client: client.delete([key]))
+        _delete(path, key)
     raise OSError(
         errno.ENOTSUP, "this store ignores conditional writes (If-None-Match), which checkpoints need"
     )
@@ -482,18 +528,25 @@ def _errors(path: PurePath) -> Iterator[None]:
         if isinstance(e, OSError) and e.errno is not None:  # ours, from a call inside
             raise
         number = next(number for kind, number in kinds if isinstance(e, kind))
-        if number == errno.EREMOTEIO and re.search(r"QuotaExceeded|InsufficientStorage|\b507\b", str(e)):
-            number = errno.ENOSPC
+        number = next((n for code, n in CODES.items() if re.search(code, str(e))), number)
         raise OSError(number, _reason(str(e)), str(path)) from None
 
 
 def _reason(text: str) -> str:
     """The reason in the message of one of obstore's errors, which may also have a whole answer of the
-    store."""
+    store. An answer may repeat the credentials, and a URL may hold some: neither is passed on."""
     status = re.search(r"status code: (\d+ [\w ]+)", text)
-    code, message = (re.search(f"<{tag}>([^<]*)</{tag}>", text) for tag in ("Code", "Message"))
+    code, message = (re.search(f"<{tag}>([^<\n]*)", text) for tag in ("Code", "Message"))
     if status:
-        return ": ".join([status[1], *(match[1] for match in (code, message) if match)])
+        return ": ".join([status[1].strip(), *(match[1].strip() for match in (code, message) if match)])
+    if re.search(ROLE, text):
+        return "there are no credentials in the environment, and the machine has no role that gives some"
+    text = re.sub(r"\?[^\s)]*", "", re.sub(r"//[^/\s]*@", "//", text))
+    host, cause = re.search(r"//([^/\s]+)", text), re.search(r"HTTP error: (error sending[^\n]*)", text)
+    if host and cause:
+        message = re.search(r'message: "([^"]*)"', text)
+        why = "no answer in time" if "kind: Timeout" in text else message[1] if message else cause[1]
+        return f"{host[1]} does not answer: {why}"
     return " ".join(text.split("Debug source:")[0].split())[:300]
 
 
@@ -546,8 +599,10 @@ class _NewObject:
     def __init__(self, path: PurePath, key: str):
         self._path, self._key, self._data = path, key, io.BytesIO()
         self._writer: Any = None
+        self._size = 0
 
     def write(self, data: bytes | memoryview, /) -> int:
+        self._size += len(data)
         if self._writer is None:
             self._data.write(data)
             if self._data.tell() > SMALL_BYTES:
@@ -574,8 +629,12 @@ class _NewObject:
         if self._writer is None:
             _create(self._path, self._key, self._data.getvalue())
             return
-        with _errors(self._path):
-            self._writer.close()
+        try:
+            with _errors(self._path):
+                self._writer.close()
+        except FileNotFoundError:  # as after a lost answer: the repeated request finds no upload in progress
+            if _head(self._path, self._key) != self._size:
+                raise
 
     def abort(self) -> None:
         self._writer = None
@@ -589,6 +648,7 @@ class _Lease(Lock):
         self._path, self._key = path, _key(path)
         self._token, self._text = uuid.uuid4().hex, ""
         self._version: Any = None
+        self._renewed = time.monotonic()
         self._lost, self._ends = threading.Event(), threading.Event()
         self._mutex = threading.Lock()
         self._renewals: threading.Thread | None = None
@@ -604,7 +664,7 @@ class _Lease(Lock):
                 return False  # another process was faster
             raise
         self._finish_renames()
-        self._renewals = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._renewals = threading.Thread(target=self._keep, name="lease", daemon=True)
         self._renewals.start()
         return True
 
@@ -617,6 +677,8 @@ class _Lease(Lock):
             self._write(self._version)
 
     def is_lost(self) -> bool:
+        if time.monotonic() - self._renewed > LEASE.total_seconds():  # suspended, or the store was away
+            self._renew()
         return self._lost.is_set()
 
     def release(self) -> None:
@@ -646,14 +708,14 @@ class _Lease(Lock):
     def _is_free(self, meta: Any, content: dict[str, Any]) -> bool:
         if not content.get("token"):
             return True
-        if content.get("host") == socket.gethostname() and _has_ended(content.get("pid")):
+        if (here := _machine()) and content.get("machine") == here and _has_ended(content.get("pid")):
             return True
         return bool(_now(self._path) - meta["last_modified"] > LEASE)
 
     def _write(self, mode: Any) -> None:
         """Replace the object under a condition. After a lost answer, a repeated request finds the object that
         the first one has written."""
-        content = {"token": self._token, "text": self._text, "host": socket.gethostname(), "pid": os.getpid()}
+        content = {"token": self._token, "text": self._text, "machine": _machine(), "pid": os.getpid()}
         data = json.dumps(content).encode()
         try:
             result = _request(
@@ -663,18 +725,29 @@ class _Lease(Lock):
             result, found = self._read() if e.errno in (errno.EEXIST, errno.ESTALE) else (None, {})
             if found != content:
                 raise
-        self._version = _version_of(result)
+        self._version, self._renewed = _version_of(result), time.monotonic()
+
+    def _keep(self) -> None:
+        """Replace the object from time to time."""
+        while not self._ends.wait(RENEWAL_S) and not self._lost.is_set():
+            with suppress(OSError):  # a store that does not answer now; the lease may outlast it
+                self._renew()
 
     def _renew(self) -> None:
-        """Replace the object from time to time."""
-        while not self._ends.wait(RENEWAL_S):
-            try:
-                with self._mutex:
+        """Replace the object, or create it again if it was deleted. If another process has taken the lock
+        since, it is lost."""
+        try:
+            with self._mutex:
+                try:
                     self._write(self._version)
-            except OSError as e:
-                if e.errno == errno.ESTALE and self._read()[1].get("token") != self._token:
-                    self._lost.set()
-                    return
+                except OSError as e:
+                    if e.errno not in (errno.ESTALE, errno.ENOENT) or self._read()[0] is not None:
+                        raise
+                    self._write("create")
+        except OSError as e:
+            if e.errno not in (errno.ESTALE, errno.EEXIST):
+                raise
+            self._lost.set()
 
     def _finish_renames(self) -> None:
         """Delete each COMMIT whose folder a killed process has begun to rename."""
@@ -682,12 +755,21 @@ class _Lease(Lock):
         for pointer in pointers.values():
             before = f"{pointer['from']}/{COMMIT}"
             if pointer["from"] and pointers.get(before, {}).get("keys") == pointer["keys"]:
-                _request(self._path, methodcaller("delete", [before]))
+                _delete(self._path, before)
 
 
 def _version_of(meta: Any) -> dict[str, str]:
     """The condition that an object is still the one that `meta` describes."""
     return {key: meta[key] for key in ("e_tag", "version") if meta[key] is not None}
+
+
+def _machine() -> str:
+    """Tells where the id of a process has a meaning: since this start of this kernel, in this container. Two
+    machines may have one name. "": unknown."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return f"{boot.strip()} {os.readlink('/proc/self/ns/pid')}"
+    return ""
 
 
 def _has_ended(pid: Any) -> bool:

@@ -86,6 +86,7 @@ class Storage(Component):
 
     has_folders: ClassVar[bool] = True
     """Whether there can be an empty folder. If not, a folder is there with its first file."""
+
     commit_rule: ClassVar[str]
     """How a reader of a checkpoint knows that it is complete; written into its manifest. "rename": the folder
     has its final name."""

@@ -9,12 +9,13 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
 
-from tests.support.buckets import KEYS, faulty_proxy, s3_server, seaweedfs
+from tests.support.buckets import AZURE, KEYS, Server, bucket_server, ends_by_itself, faulty_proxy
 from tests.support.jobs import make_job
 from tests.support.tiers import full
 from titanlite import cli, object_store
@@ -31,17 +32,21 @@ RUN = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["moto", full("seaweedfs")])
-def s3_endpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of an S3 server."""
-    server = s3_server() if request.param == "moto" else seaweedfs(tmp_path_factory.mktemp("seaweedfs"))
-    with server as endpoint:
-        yield endpoint
+@pytest.fixture(scope="module", params=["memory", full("seaweedfs"), full("azurite")])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with bucket_server(request.param, tmp_path_factory.mktemp(request.param)) as opened:
+        yield opened
+
+
+OVER_HTTP = pytest.mark.parametrize("server", ["moto", full("seaweedfs"), full("azurite")], indirect=True)
 
 
 @pytest.fixture
-def folder(bucket: str) -> PurePath:
-    return parse_path(f"s3://{bucket}/runs/first")
+def folder(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[PurePath]:
+    """A run folder in an empty bucket."""
+    server.use(monkeypatch)
+    yield server.new_folder()
+    object_store.forget_clients()
 
 
 def content(folder: PurePath, name: str) -> bytes:
@@ -65,6 +70,7 @@ def save(folder: PurePath, step: int, text: bytes = b"weights") -> PurePath:
     return commit.commit(partial, step, {"train.json": "{}"}, files, {})
 
 
+@OVER_HTTP
 def test_a_run_in_a_bucket_is_the_run_on_a_disk(tmp_path: Path, corpus: Path, folder: PurePath) -> None:
     local = make_job(tmp_path, corpus, *RUN, "--training.steps=7")
     assert train(local) == 0
@@ -82,34 +88,8 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(tmp_path: Path, corpus: Path, fo
     everything = b"".join(
         object_store._get(folder, item["path"]) for item in object_store._listed(folder, "runs")
     )
-    assert KEYS["AWS_SECRET_ACCESS_KEY"].encode() not in everything
-
-
-class Killed(BaseException):
-    """A process that ends without another request."""
-
-
-class KilledAt:
-    """obstore's client, which ends the process before or after its n-th request that changes something."""
-
-    def __init__(self, client: Any, number: int, before: bool):
-        self.client, self.left, self.before = client, number, before
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self.client, name)
-        if name not in ("put", "delete"):
-            return call
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.left -= 1
-            if self.left == 0 and self.before:
-                raise Killed
-            result = call(*args, **kwargs)
-            if self.left <= 0:
-                raise Killed
-            return result
-
-        return counted
+    for secret in (KEYS["AWS_SECRET_ACCESS_KEY"], AZURE[0]["AZURE_STORAGE_ACCOUNT_KEY"]):
+        assert secret.encode() not in everything
 
 
 def work(folder: PurePath) -> None:
@@ -125,6 +105,7 @@ def test_a_kill_at_any_request_loses_nothing(
     folder: PurePath, before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_store, "LEASE", timedelta(0))  # leftovers are old at once
+    monkeypatch.setattr(object_store, "ABANDONED", timedelta(0))
     number, done = 0, False
     while not done:
         number += 1
@@ -132,15 +113,7 @@ def test_a_kill_at_any_request_loses_nothing(
         checkpoints = run / "checkpoint"
         for step in (1, 2, 3, 4):
             save(checkpoints, step)
-        client = object_store._client(run)
-        clients = {key: KilledAt(client, number, before) for key in object_store._clients}
-        monkeypatch.setattr(object_store, "_clients", clients)
-        try:
-            work(checkpoints)
-            done = True
-        except Killed:
-            pass
-        monkeypatch.setattr(object_store, "_clients", dict.fromkeys(clients, client))
+        done = ends_by_itself(partial(work, checkpoints), number, before)
         with FolderLock(run) as lock:  # the next start
             lock.take()
             commit.clean(checkpoints)
@@ -160,11 +133,12 @@ def test_a_kill_at_any_request_loses_nothing(
     assert number > 8
 
 
+@OVER_HTTP
 def test_only_the_name_of_a_commit_decides(folder: PurePath) -> None:
     """Two processes commit one step: one of them does, and its files are the checkpoint's."""
     first, second = (commit.begin(folder, 5) for _ in range(2))
-    for partial, text in ((first, b"first"), (second, b"second")):
-        file = storage_of(partial).create(partial / "__0_0.distcp")
+    for path, text in ((first, b"first"), (second, b"second")):
+        file = storage_of(path).create(path / "__0_0.distcp")
         file.write(text)
         file.close()
     commit.commit(second, 5, {}, {}, {})
@@ -173,6 +147,7 @@ def test_only_the_name_of_a_commit_decides(folder: PurePath) -> None:
     assert content(folder, "step-5/__0_0.distcp") == b"second"
 
 
+@OVER_HTTP
 def test_a_lost_answer_to_a_commit_is_no_failure(folder: PurePath, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client repeats a request whose answer it did not get, and is refused."""
     client = object_store._client(folder)
@@ -190,6 +165,29 @@ def test_a_lost_answer_to_a_commit_is_no_failure(folder: PurePath, monkeypatch: 
     assert [step for step, _ in commit.list_committed(folder)] == [5]
 
 
+def test_a_missing_object_keeps_no_other_from_being_deleted(
+    folder: PurePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Google, where it is an error that ends the deletion of a list."""
+    client = object_store._client(folder)
+
+    class Google:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(client, name)
+
+        def delete(self, keys: list[str]) -> None:
+            for key in keys:
+                client.head(key)
+                client.delete(key)
+
+    monkeypatch.setattr(object_store, "_clients", {key: Google() for key in object_store._clients})
+    object_store._put(folder, "a", b"")
+    object_store._delete(folder, "missing", "a", "missing as well")
+    object_store._delete(folder, "missing")
+    assert object_store._listed(folder, "") == []
+
+
+@OVER_HTTP
 def test_a_store_that_ignores_conditions_is_refused(
     folder: PurePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +205,7 @@ def test_a_store_that_ignores_conditions_is_refused(
         FolderLock(folder).take()
 
 
+@OVER_HTTP
 def test_the_lease_of_a_process_that_ended_is_free(folder: PurePath, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = storage_of(folder).lock(folder / "LOCK")
     assert lock.try_take()
@@ -276,6 +275,7 @@ def test_appends_survive_a_kill_and_a_replacement(folder: PurePath, monkeypatch:
     assert not storage.exists(path)
 
 
+@OVER_HTTP
 def test_large_files_are_sent_in_parts_and_read_by_ranges(
     folder: PurePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,31 +315,47 @@ def test_a_forked_child_is_refused_in_place_of_a_hang(folder: PurePath) -> None:
     process.join()
 
 
-@pytest.fixture
-def refused(bucket: str, monkeypatch: pytest.MonkeyPatch) -> PurePath:
-    """A folder whose store does not answer."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(object_store, "RETRIES", {"max_retries": 0, "retry_timeout": timedelta(seconds=1)})
-    return parse_path(f"s3://{bucket}/run")
-
-
-def test_a_store_that_does_not_answer_is_one_line(refused: PurePath) -> None:
-    with pytest.raises(ConfigError) as error:
-        FolderLock(refused).take()
+def test_a_store_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    Server("s3", "http://127.0.0.1:9").use(monkeypatch)
+    monkeypatch.setattr(object_store, "RETRIES", {"max_retries": 0})
+    try:
+        with pytest.raises(ConfigError) as error:
+            FolderLock(parse_path("s3://bucket/run")).take()
+    finally:
+        object_store.forget_clients()
     assert "\n" not in str(error.value)
     assert KEYS["AWS_SECRET_ACCESS_KEY"] not in str(error.value)
 
 
+def test_missing_credentials_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in KEYS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(object_store, "RETRIES", {"max_retries": 0})
+    folder = parse_path("s3://bucket/run")
+    try:
+        with pytest.raises(
+            PermissionError, match="no credentials in the environment, and the machine has no"
+        ):
+            storage_of(folder).exists(folder)
+    finally:
+        object_store.forget_clients()
+
+
+@OVER_HTTP
 def test_a_wrong_path_and_a_missing_bucket_are_one_line(
-    tmp_path: Path, corpus: Path, folder: PurePath, request: pytest.FixtureRequest
+    tmp_path: Path, corpus: Path, folder: PurePath, server: Server, request: pytest.FixtureRequest
 ) -> None:
     for text in ("s3://bucket", "s3:///run", "s3://bucket/../run"):
         with pytest.raises(ConfigError, match="expected s3://BUCKET/FOLDER"):
             make_job(tmp_path, corpus, f"--job.dump_folder={text}")
     if "seaweedfs" in request.node.name:  # it makes missing buckets
         return
-    with pytest.raises(ConfigError, match=r"cannot be written to.*NoSuchBucket"):
-        FolderLock(parse_path("s3://there-is-no-such-bucket/run")).take()
+    missing = parse_path(f"{server.scheme}://there-is-no-such-bucket/run")
+    with pytest.raises(ConfigError, match=r"cannot be written to.*404 Not Found: (NoSuchBucket|Container)"):
+        FolderLock(missing).take()
+    with pytest.raises(NotADirectoryError, match="there-is-no-such-bucket"):  # no missing file
+        storage_of(missing).exists(missing)
 
 
 def test_commands_read_a_run_in_a_bucket(
@@ -389,16 +405,17 @@ def test_a_command_without_buckets_refuses_a_url(
     assert error.count("\n") == 1
 
 
+@OVER_HTTP
 @pytest.mark.parametrize("seed", [0, *(full(seed) for seed in range(1, 6))])
 def test_faults_of_the_network_change_nothing(
-    folder: PurePath, s3_endpoint: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    folder: PurePath, server: Server, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One request in five is refused, torn, slow, carried out without an answer, or not carried out."""
+    """One request in five is refused, torn, slow, carried out twice or without an answer, or not at all."""
     backoff = {"init_backoff": timedelta(seconds=0.01), "max_backoff": timedelta(seconds=0.1), "base": 2}
     monkeypatch.setattr(object_store, "RETRIES", {"max_retries": 20, "backoff": backoff})
     checkpoints, large = folder / "checkpoint", os.urandom(object_store.SMALL_BYTES + 12345)
-    with faulty_proxy(s3_endpoint, seed) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    with faulty_proxy(server.endpoint, seed) as proxy:
+        server.use(monkeypatch, proxy.endpoint)
         with FolderLock(folder) as lock:
             lock.take()
             lock.write_owner()

@@ -228,7 +228,9 @@ class Saver:
         logger.info(f"saved {path} ({gib(size)}, {time.perf_counter() - began:.1f} s)")
 
     def _newest_checkpoint(self) -> str:
-        checkpoints = commit.list_committed(self._folder)
+        checkpoints = []
+        with suppress(OSError):  # of a storage that does not answer, which is why the saves have failed
+            checkpoints = commit.list_committed(self._folder)
         return f" (the newest checkpoint is {checkpoints[-1][1].name})" if checkpoints else ""
 
 
