@@ -41,7 +41,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from titanlite.config.component import ConfigError
 from titanlite.config.paths import expand_home
-from titanlite.storage import FolderId, Lock, NewFile, P, Storage, parse_path
+from titanlite.storage import FileVersion, FolderId, Lock, NewFile, P, Storage, parse_path
 
 T = TypeVar("T")
 COMMIT, SEGMENTS = "COMMIT", ".segments"
@@ -119,6 +119,13 @@ class ObjectStore(Storage):
         if pattern.startswith(".partial"):
             partial = self._unfinished(folder, [name for name in folders if RENAMED.fullmatch(name)])
             found += [folder / name for name in partial if fnmatchcase(name, pattern)]
+        return found
+
+    def files_below(self, folder: P) -> dict[P, FileVersion]:
+        prefix, found = _key(folder), dict[P, FileVersion]()
+        for item in _listed(folder, prefix):
+            name = item["path"].removeprefix(f"{prefix}/")
+            found[folder / name] = FileVersion(item["size"], str(item["e_tag"] or ""))
         return found
 
     def open(self, path: PurePath) -> io.BufferedIOBase:
@@ -206,7 +213,9 @@ class ObjectStore(Storage):
         return None
 
     def lock(self, path: PurePath) -> Lock:
-        _check_conditions(path)
+        if path.parts[0] not in _checked:
+            _check_conditions(path)
+            _checked.add(path.parts[0])
         return _Lease(path)
 
     def folder_id(self, folder: PurePath) -> FolderId:
@@ -285,6 +294,7 @@ PATHS: dict[str, type[PurePosixPath]] = {"s3": S3Path, "gs": GoogleCloudPath, "a
 
 _clients: dict[tuple[str, str], Any] = {}  # by scheme and bucket
 _opened_in: list[int] = []  # the process that has opened them
+_checked: set[str] = set()  # buckets that heed conditions
 _tails: dict[str, Tail] = {}  # of the files that this process appends to
 
 
@@ -328,6 +338,7 @@ def forget_clients() -> None:
     """Close all clients, so that the next one has the environment's credentials. For tests."""
     _clients.clear()
     _opened_in.clear()
+    _checked.clear()
     _tails.clear()
 
 
@@ -439,7 +450,7 @@ def _check_conditions(path: PurePath) -> None:
     finally:
         _request(path, lambda client: client.delete([key]))
     raise OSError(
-        errno.ENOTSUP, "this store ignores conditional writes (If-None-Match), which checkpoints need"
+        errno.ENOTSUP, "this store ignores conditional writes (If-None-Match), which titanlite needs"
     )
 
 
