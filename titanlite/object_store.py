@@ -14,8 +14,9 @@ is small. Replacing the file begins a generation; the newest counts.
 
 The lock is an object with a lease, which a thread renews. Its times are the store's own.
 
-A client of obstore hangs in a process that was forked after its parent used one. So only ranks may use these
-storages, and a client is refused in a forked child of a process that has one.
+A client of obstore hangs in a process that was forked after its parent used one. So only ranks, commands
+and their spawned processes use these storages, and a client is refused in a forked child of a process that
+has one.
 """
 
 from __future__ import annotations

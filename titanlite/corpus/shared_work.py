@@ -37,7 +37,7 @@ T = TypeVar("T")
 V = TypeVar("V")
 WORK, DESCRIPTION = ".prepare", "dataset.json"
 LOCKS = "lock-*"
-OWN_FILES = re.compile(r"\d{5,}\.(bin|idx|mask)|report\.json")  # of a dataset, besides its description
+OF_SHARDS = re.compile(r"\d{5,}\.(bin|idx|mask)")  # names of files
 CONNECTIONS = 32
 BLOCK_BYTES = 8 << 20
 POLL_S = 1.0  # between two looks at a lock
@@ -208,7 +208,7 @@ class SharedWork:
                     "makes it again"
                 )
         for name in stored.keys() - files.keys():  # of an earlier job with more shards
-            if OWN_FILES.fullmatch(name):
+            if OF_SHARDS.fullmatch(name):
                 self._storage.delete(self.output / name)
         if not self._has_place() and not is_made(self.output):
             raise self._overtaken()

@@ -24,7 +24,7 @@ from tests.support.buckets import KEYS, faulty_proxy, s3_server, seaweedfs
 from tests.support.counted_storage import url
 from tests.support.tiers import full, sampled
 from titanlite import cli, object_store
-from titanlite.corpus import shared_work
+from titanlite.corpus import pipeline, shared_work
 from titanlite.corpus.bucket_files import find_inputs
 from titanlite.corpus.stages import JobState
 from titanlite.data import text_files, tokenize_files
@@ -204,6 +204,37 @@ def test_workers_at_the_same_time(
     for worker in workers:
         assert worker.wait(300) == 0, (worker.stderr and worker.stderr.read(), "failed")
     assert objects(output) == reference
+
+
+@pytest.mark.full
+def test_two_workers_that_complete_at_once_take_nothing_away(
+    raw: Path, output: PurePath, reference: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other worker completes the dataset and deletes the work, while this one is about to complete it."""
+    describe, missing = pipeline._describe, list[str]()
+
+    def other_is_first(*args: Any) -> None:
+        monkeypatch.setattr(pipeline, "_describe", describe)
+        prepare(output, raw, *FILTERS, "--worker=1/2")
+        assert shared_work.is_made(output)
+        describe(*args)
+        client = object_store._client(output)
+
+        class Watched:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(client, name)
+
+            def delete(self, keys: Sequence[str]) -> None:
+                client.delete(keys)
+                missing.extend(reference.keys() - objects(output).keys())
+
+        monkeypatch.setattr(object_store, "_clients", {key: Watched() for key in object_store._clients})
+
+    prepare(output, raw, *FILTERS, "--worker=1/2")
+    monkeypatch.setattr(pipeline, "_describe", other_is_first)
+    prepare(output, raw, *FILTERS, "--worker=0/2")
+    assert objects(output) == reference
+    assert not missing
 
 
 # ---- killed and continued
