@@ -14,8 +14,9 @@ is small. Replacing the file begins a generation; the newest counts.
 
 The lock is an object with a lease, which a thread renews. Its times are the store's own.
 
-A client of obstore hangs in a process that was forked after its parent used one. So only ranks may use these
-storages, and a client is refused in a forked child of a process that has one.
+A client of obstore hangs in a process that was forked after its parent used one. So only ranks, commands
+and their spawned processes use these storages, and a client is refused in a forked child of a process that
+has one.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from titanlite.config.component import ConfigError
 from titanlite.config.paths import expand_home
-from titanlite.storage import FolderId, Lock, NewFile, P, Storage, parse_path
+from titanlite.storage import FileVersion, FolderId, Lock, NewFile, P, Storage, parse_path
 
 T = TypeVar("T")
 COMMIT, MANIFEST, SEGMENTS = "COMMIT", "manifest.json", ".segments"
@@ -129,6 +130,13 @@ class ObjectStore(Storage):
         if pattern.startswith(".partial"):
             partial = self._unfinished(folder, [name for name in folders if RENAMED.fullmatch(name)])
             found += [folder / name for name in partial if fnmatchcase(name, pattern)]
+        return found
+
+    def files_below(self, folder: P) -> dict[P, FileVersion]:
+        prefix, found = _key(folder), dict[P, FileVersion]()
+        for item in _listed(folder, prefix):
+            name = item["path"].removeprefix(f"{prefix}/")
+            found[folder / name] = FileVersion(item["size"], str(item["e_tag"] or ""))
         return found
 
     def open(self, path: PurePath) -> io.BufferedIOBase:
@@ -229,7 +237,9 @@ class ObjectStore(Storage):
         return None
 
     def lock(self, path: PurePath) -> Lock:
-        _check_conditions(path)
+        if path.parts[0] not in _checked:
+            _check_conditions(path)
+            _checked.add(path.parts[0])
         return _Lease(path)
 
     def folder_id(self, folder: PurePath) -> FolderId:
@@ -310,6 +320,7 @@ PATHS: dict[str, type[PurePosixPath]] = {"s3": S3Path, "gs": GoogleCloudPath, "a
 
 _clients: dict[tuple[str, str], Any] = {}  # by scheme and bucket
 _opened_in: list[int] = []  # the process that has opened them
+_checked: set[str] = set()  # buckets that heed conditions
 _tails: dict[str, Tail] = {}  # of the files that this process appends to
 _silent_until: dict[str, float] = {}  # by bucket: the time until which nothing is appended
 
@@ -354,6 +365,7 @@ def forget_clients() -> None:
     """Close all clients, so that the next one has the environment's credentials. For tests."""
     _clients.clear()
     _opened_in.clear()
+    _checked.clear()
     _tails.clear()
     _silent_until.clear()
 
@@ -486,7 +498,7 @@ def _check_conditions(path: PurePath) -> None:
     finally:
         _delete(path, key)
     raise OSError(
-        errno.ENOTSUP, "this store ignores conditional writes (If-None-Match), which checkpoints need"
+        errno.ENOTSUP, "this store ignores conditional writes (If-None-Match), which titanlite needs"
     )
 
 

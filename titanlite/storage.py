@@ -70,6 +70,13 @@ class Lock(ABC):
         """Give the lock back."""
 
 
+class FileVersion(NamedTuple):
+    """Tells a file from an earlier one of its name. `tag`: as of Storage.tag, but for quotes around it."""
+
+    size: int
+    tag: str
+
+
 class FolderId(NamedTuple):
     """Tells a folder from a copy of it. A move keeps `device` and `number`."""
 
@@ -116,6 +123,16 @@ class Storage(Component):
     def list(self, folder: P, pattern: str = "*") -> list[P]:
         """The files and folders directly in a folder whose names match, in no order; none if there is no such
         folder."""
+
+    def files_below(self, folder: P) -> dict[P, FileVersion]:
+        """All files in a folder and its folders."""
+        found = dict[P, FileVersion]()
+        for path in self.list(folder):
+            if self.is_folder(path):
+                found |= self.files_below(path)
+            else:
+                found[path] = FileVersion(self.size(path), self.tag(path))
+        return found
 
     @abstractmethod
     def open(self, path: PurePath) -> BufferedIOBase:

@@ -66,7 +66,7 @@ class Chat(Limits, CachedSource, name="chat"):
             if e.key == "output":
                 raise ConfigError(str(e), "data.cache_dir") from None
             raise
-        assert shards is not None  # there is one worker
+        assert isinstance(shards, TokenShards)  # there is one worker
         return shards
 
     def build(self, tokenizer: Tokenizer, cache_dir: Path) -> TokenShards:

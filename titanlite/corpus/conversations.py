@@ -7,7 +7,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Container, Iterator, Sequence
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from titanlite.config.component import ConfigError, suggest
@@ -24,7 +24,7 @@ FIELDS = (*LISTS, "system", "tools")
 BYTE_ORDER_MARK = codecs.BOM_UTF8.decode()
 
 
-def check_files(files: Sequence[Path]) -> None:
+def check_files(files: Sequence[PurePath]) -> None:
     """Raise ConfigError for a file that cannot hold conversations."""
     for file in files:
         kind, _ = format_of(file)
@@ -37,7 +37,7 @@ def check_files(files: Sequence[Path]) -> None:
             _columns(file)
 
 
-def split_conversations(files: Sequence[Path]) -> list[FileSplit]:
+def split_conversations(files: Sequence[PurePath]) -> list[FileSplit]:
     """Partition the files into splits, in their order. A JSON array is one split."""
     splits = list[FileSplit]()
     for file in files:
@@ -45,7 +45,7 @@ def split_conversations(files: Sequence[Path]) -> list[FileSplit]:
         if kind == "parquet":
             splits += text_files.parquet_splits(file, _columns(file))
         elif _begins_array(file):
-            size = file.stat().st_size
+            size = text_files.size_of(file)
             splits.append(FileSplit((file,), 0, 1, size * (text_files.RATIO if compression else 1)))
         else:
             splits += text_files.split_files([file], "")
@@ -165,7 +165,7 @@ def _text(part: Any, name: str) -> str:
 # ---- files
 
 
-def _columns(file: Path, ignore: Container[str] = ()) -> list[str]:
+def _columns(file: PurePath, ignore: Container[str] = ()) -> list[str]:
     """Return the columns of a parquet file that conversations are made of, and those that nothing would read.
     Raises ConfigError."""
     names = text_files.open_parquet(file).schema_arrow.names
@@ -221,7 +221,7 @@ def _is_array(split: FileSplit) -> bool:
     return (split.begin, split.end) == (0, 1) and _begins_array(split.files[0])
 
 
-def _begins_array(file: Path) -> bool:
+def _begins_array(file: PurePath) -> bool:
     """Return whether a file is a JSON array, by its first character. No line of JSON lines begins so."""
     for block in text_files.blocks(file, text_files.DEFAULT_LIMITS):
         if start := block.removeprefix(codecs.BOM_UTF8).lstrip():
@@ -229,7 +229,7 @@ def _begins_array(file: Path) -> bool:
     return False
 
 
-def _array(file: Path, limits: Limits) -> Iterator[tuple[int, bytes]]:
+def _array(file: PurePath, limits: Limits) -> Iterator[tuple[int, bytes]]:
     """Yield the items of a JSON array, each with its place: the byte at which it begins, or the line in a
     compressed file. Raises ConfigError for an array that is damaged or cut off."""
     text = _ArrayText(file, limits)
@@ -248,7 +248,7 @@ def _array(file: Path, limits: Limits) -> Iterator[tuple[int, bytes]]:
 class _ArrayText:
     """The text of a JSON array, read in blocks. `place`: of the next character."""
 
-    def __init__(self, file: Path, limits: Limits):
+    def __init__(self, file: PurePath, limits: Limits):
         self._file, self._limits, self._is_compressed = file, limits, format_of(file)[1] != ""
         self._text, self._at = "", 0
         self._blocks = codecs.iterdecode(text_files.blocks(file, limits), "utf-8")

@@ -1,8 +1,9 @@
 """titanlite prepare [CONFIG.toml] [INPUT ...] --output=DIR [--key=value ...] [--worker=I/N]
 
 Make a dataset of token shards from text. INPUT: files, directories and globs of .jsonl (one document per
-line), .parquet (one document per row) and other files (one document per file), also compressed (.gz, .zst);
-hf:NAME, a dataset of the Hugging Face hub. --from-stream.name=NAME reads a stream instead.
+line), .parquet (one document per row) and other files (one document per file), also compressed (.gz, .zst),
+on a disk or in a bucket (s3://BUCKET/FOLDER); hf:NAME, a dataset of the Hugging Face hub.
+--from-stream.name=NAME reads a stream instead.
 The documents are filtered, shuffled and tokenised on all cores. After an interruption the same command
 continues the work. The result does not depend on the number of processes or workers. `--help SECTION` lists
 the keys of one section, `--help all` lists all keys, and --reference prints them as Markdown, as in
@@ -12,11 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import titanlite.corpus.hub_stream
@@ -27,16 +27,17 @@ from titanlite.config.component import ConfigError, check_at_least
 from titanlite.config.imports import ALLOW_IMPORTS, import_components
 from titanlite.config.overrides import split_words
 from titanlite.config.paths import PathText, check_writable
+from titanlite.corpus.bucket_files import find_inputs
 from titanlite.corpus.hub import PREFIX, HubSplit, hub_files
 from titanlite.corpus.pipeline import prepare, prepared_record, work_folder
 from titanlite.corpus.report import summary
+from titanlite.corpus.shared_work import check_output, exists, is_made, open_made
 from titanlite.corpus.stages import PrepareOptions
 from titanlite.corpus.stream_files import fetch
-from titanlite.data.shards import TokenShards
 from titanlite.data.stream_source import DocumentStream
-from titanlite.data.text_formats import find_files
 from titanlite.log import tell
 from titanlite.options import take_flag
+from titanlite.storage import parse_path, storage_of
 from titanlite.tokenizers.base import TokenizerConfig
 from titanlite.tokenizers.tiktoken import Tiktoken
 
@@ -47,15 +48,16 @@ class Prepare(HubSplit, PrepareOptions):
 
     input: list[PathText] = dataclasses.field(default_factory=list)
     """Files, globs, directories (their .txt, .jsonl, .ndjson, .json and .parquet files, also compressed), and
-    `hf:NAME`: a dataset of the Hugging Face hub, or a directory laid out like one."""
+    `hf:NAME`: a dataset of the Hugging Face hub, or a directory laid out like one. URLs of a bucket may be
+    files, directories and globs, too."""
     from_stream: DocumentStream | None = None
     output: PathText = ""
-    """The dataset directory, which appears when it is complete."""
+    """The dataset directory, which appears when it is complete; also in a bucket: s3://BUCKET/FOLDER."""
     num_processes: int = 0
     """Number of processes; 0: one per core. Does not change the result."""
     worker: str = "0/1"
-    """I/N: the share of worker I (from 0) of N, each on one machine, with `output` on a shared file system.
-    The last worker to finish completes the dataset. Does not change the result."""
+    """I/N: the share of worker I (from 0) of N, each on one machine, with `output` on a shared file system or
+    in a bucket. The last worker to finish completes the dataset. Does not change the result."""
     imports: list[str] = dataclasses.field(default_factory=list)
     """Python modules to import first, which register filters, tokenizers or streams."""
     tokenizer: TokenizerConfig = dataclasses.field(default_factory=Tiktoken)
@@ -85,20 +87,20 @@ def main(argv: Sequence[str]) -> int:
     job = toml.build(Prepare, tree, locator)
     for line in locator.left_out:
         tell(line)
-    output = Path(job.output)
     try:
+        output = parse_path(job.output, "output")
         options = PrepareOptions(**{f.name: getattr(job, f.name) for f in dataclasses.fields(PrepareOptions)})
         _check(job, output)
         local = [item for item in job.input if not item.startswith(PREFIX)]
-        files = find_files(local, "input", is_told=True) if local else []
+        files = find_inputs(local, "input") if local else []
         tokenizer = job.tokenizer.build()
         fetched, origin = _fetch(job, output)  # last, because it may take hours
         files += fetched
         # If there are more workers than shards, other workers may have completed the dataset.
-        if os.path.lexists(output) and TokenShards(output).prepared != prepared_record(
+        if is_made(output) and open_made(output).prepared != prepared_record(
             options, tokenizer, files, origin
         ):
-            raise _exists(output)
+            raise exists(output)
         shards = prepare(
             files,
             output,
@@ -115,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if shards.warning:
         tell(f"{output}: {shards.warning}")
-    report = json.loads((output / "report.json").read_text())
+    report = json.loads(storage_of(output).read(output / "report.json"))
     print(summary(report))
     print(
         f"{output}: {shards.counts()} "
@@ -125,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _fetch(job: Prepare, output: Path) -> tuple[list[Path], dict[str, Any]]:
+def _fetch(job: Prepare, output: PurePath) -> tuple[list[Path], dict[str, Any]]:
     """Return the files of the hub, after downloading them, or of the stream, after writing them; and what
     dataset.json records about the hub or the stream."""
     if job.from_stream:
@@ -138,11 +140,7 @@ def _fetch(job: Prepare, output: Path) -> tuple[list[Path], dict[str, Any]]:
     return [file for files, _ in splits for file in files], {"hub": [r for _, r in splits]} if splits else {}
 
 
-def _exists(output: Path) -> ConfigError:
-    return ConfigError(f"{output} exists; choose another, or delete it", "output")
-
-
-def _check(job: Prepare, output: Path) -> None:
+def _check(job: Prepare, output: PurePath) -> None:
     from_hub = any(item.startswith(PREFIX) for item in job.input)
     if not job.input and not job.from_stream:
         raise ConfigError("name at least one file, directory or glob to read", "input")
@@ -156,8 +154,10 @@ def _check(job: Prepare, output: Path) -> None:
             raise ConfigError(f"applies to {PREFIX}NAME: {advice}", key)
     if not job.output:
         raise ConfigError("name the directory to make: --output=DIR", "output")
-    if os.path.lexists(output) and job.share[1] == 1:
-        raise _exists(output)
-    check_writable(output.parent, "output")
-    if work_folder(output).exists():
-        print(f"continuing {work_folder(output)}", file=sys.stderr)
+    is_begun = not isinstance(output, Path) and check_output(output)
+    if job.share[1] == 1 and is_made(output):
+        raise exists(output)
+    folder = work_folder(output, job.share)
+    check_writable(folder.parent, "output")
+    if is_begun or folder.exists():
+        print(f"continuing {folder if isinstance(output, Path) else output}", file=sys.stderr)

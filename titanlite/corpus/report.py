@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from titanlite.data.text_files import Document, where
+from titanlite.storage import parse_path
 
-Place = tuple[Path, int]  # a document's file and position, the arguments of corpus.where()
+Place = tuple[PurePath, int]  # a document's file and position, the arguments of corpus.where()
 SAMPLES = 5  # per filter
 EXCERPT = 200  # characters per sample
 
@@ -32,7 +33,7 @@ class Report:
         """Take back a document that was read: it is counted as a bad line."""
         _count(self.tree["read"], document, -1)
 
-    def bad(self, file: Path, place: int, reason: str) -> None:
+    def bad(self, file: PurePath, place: int, reason: str) -> None:
         """Count a line or row that could not be read."""
         self.tree["bad_lines"]["documents"] += 1
         _sample(self.tree["bad_lines"], {"where": (str(file), place), "reason": reason})
@@ -90,9 +91,9 @@ def located(tree: dict[str, Any]) -> dict[str, Any]:
     lines reads a file up to the sample."""
     for entry in (tree["bad_lines"], *tree["filters"]):
         for sample in entry["samples"]:
-            sample["where"] = where(Path(sample["where"][0]), sample["where"][1])
+            sample["where"] = where(parse_path(sample["where"][0]), sample["where"][1])
             if original := sample.pop("original", None):
-                sample["reason"] += f" {where(Path(original[0]), original[1])}"
+                sample["reason"] += f" {where(parse_path(original[0]), original[1])}"
     return tree
 
 

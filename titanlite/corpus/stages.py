@@ -4,7 +4,8 @@
     encode a shard's splits -> assemble the shard
 
 Last, a stage writes its marker: a JSON file with a key that is a hash of all inputs. A stage whose marker has
-the current key is done."""
+the current key is done. If the output is in a bucket, scans, duplicates and shards are sent there, and only
+what is there is done for all workers (shared_work.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import numpy as np
@@ -29,6 +30,7 @@ from titanlite.corpus.conversations import check_files, read_conversations, spli
 from titanlite.corpus.dedup import first_of_each
 from titanlite.corpus.filters import Filter, LshSignature
 from titanlite.corpus.report import Place, Report, merge
+from titanlite.corpus.shared_work import SharedWork
 from titanlite.data.shards import token_dtype, write_shard
 from titanlite.data.text_files import (
     Document,
@@ -38,11 +40,15 @@ from titanlite.data.text_files import (
     read_split,
     split_files,
     stop,
+    version_of,
 )
 from titanlite.data.tokenize_files import VERSION, batches, check_ids, group_splits, shuffle_documents
 from titanlite.files import named, sync
 from titanlite.tokenizers.base import Tokenizer
 from titanlite.tokenizers.chat import ChatFormat
+
+ARRAYS = ("removed", "original", "offsets")  # of resolved duplicates
+KINDS = ("bin", "idx", "mask")  # of a shard's files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +82,7 @@ class PrepareOptions(Limits):
         if self.documents == "chat" and self.field != "text":
             raise ConfigError("leave it out: conversations are in `messages` or `conversations`", "field")
 
-    def chat_format(self, tokenizer: Tokenizer, files: Sequence[Path]) -> ChatFormat | None:
+    def chat_format(self, tokenizer: Tokenizer, files: Sequence[PurePath]) -> ChatFormat | None:
         """Return the chat template if documents are conversations. Raises ConfigError if the tokenizer or a
         file cannot have any."""
         if self.documents == "text":
@@ -89,15 +95,18 @@ class JobState:
     """The work of one preparation, a function of its input. Picklable: every process has a copy.
 
     `splits`: the splits of the corpus. `shards`: for each shard, the indices of its splits. `compares`:
-    whether a filter compares documents. `chat`: the template, if documents are conversations."""
+    whether a filter compares documents. `chat`: the template, if documents are conversations. `shared`: the
+    work in a bucket, if the output is there."""
 
-    def __init__(self, files: Sequence[Path], folder: Path, tokenizer: Tokenizer, options: PrepareOptions):
+    def __init__(
+        self, files: Sequence[PurePath], folder: Path, tokenizer: Tokenizer, options: PrepareOptions
+    ):
         self.files, self.folder, self.tokenizer, self.options = files, folder, tokenizer, options
         self.chat = options.chat_format(tokenizer, files)
         self.splits = split_conversations(files) if self.chat else split_files(files, options.field)
         self.shards = group_splits(self.splits, options.seed)
         filters = toml.as_tree(options.filters)
-        self.identities = identities = [_identity(split) for split in self.splits]
+        self.identities = identities = [_identity(split, is_listed=True) for split in self.splits]
         settings = [options.field, options.bad_lines, options.max_document_mib, filters]
         settings += [self.chat.fingerprint] if self.chat else []
         settings += [options.max_tokens] if options.max_tokens else []
@@ -112,6 +121,7 @@ class JobState:
             for i, splits in enumerate(self.shards)
         ]
         self.key = _key(*self.shard_keys)
+        self.shared: SharedWork | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"filters": []}  # closures cannot be pickled
@@ -156,19 +166,66 @@ class JobState:
         finally:
             path.unlink(missing_ok=True)
 
+    # ---- what is done
+
+    def is_scanned(self, index: int) -> bool:
+        """Return whether a split is scanned."""
+        if self.shared:
+            return self._shared_scan(index) in self.shared.names
+        return self.marker(f"scan-{index:06}", self.scan_keys[index]) is not None
+
+    def is_resolved(self) -> bool:
+        """Return whether duplicates are resolved, after copying the result from a bucket."""
+        if self.shared and self._shared_array(ARRAYS[-1]) in self.shared.names:
+            if self.marker("resolve", self.resolve_key) is None:
+                self._unmark("resolve")
+                for name in ARRAYS:
+                    with self._written(f"{name}.npy") as path:
+                        self.shared.fetch(self._shared_array(name), path)
+                self.mark("resolve", self.resolve_key, {})
+            return True
+        return not self.shared and self.marker("resolve", self.resolve_key) is not None
+
+    def is_assembled(self, shard: int) -> bool:
+        """Return whether a shard is complete."""
+        if self.shared:
+            return self.shared_shard(shard) in self.shared.names
+        return self.marker(f"shard-{shard:05}", self.shard_keys[shard]) is not None
+
+    def shared_names(self) -> list[str]:
+        """Return the names of all work of this job in a bucket."""
+        names = [self.shared_shard(shard) for shard in range(len(self.shards))]
+        if self.compares:
+            names += map(self._shared_scan, range(len(self.splits)))
+            names += map(self._shared_array, ARRAYS)
+        return names
+
+    def shared_shard(self, shard: int) -> str:
+        """Return the name of a shard's record in a bucket."""
+        return f"shard-{shard:05}-{self.shard_keys[shard]}.json"
+
+    def _shared_scan(self, index: int) -> str:
+        return f"scan-{index:06}-{self.scan_keys[index]}.npz"
+
+    def _shared_array(self, name: str) -> str:
+        return f"{name}-{self.resolve_key}.npy"
+
     # ---- stages
 
     def scan(self, index: int) -> dict[str, Any]:
         """Write which filter function removes each document of a split, and the signatures of the others."""
         name = f"scan-{index:06}"
+        if self.shared and self.shared.has(self._shared_scan(index)):
+            return {"documents": 0, "tokens": 0}
         if done := self.marker(name, self.scan_keys[index]):  # done by another worker meanwhile
+            self._send_scan(index)
             return done
         self._unmark(name)
         split = self.splits[index]
         num_bands = sum(f.num_bands for f in self.filters if isinstance(f, LshSignature))
         removed, places, signatures = list[int](), list[tuple[int, int]](), list[np.ndarray]()
         numbers = {file: i for i, file in enumerate(split.files)}
-        for document in self._read(split, Report([])):
+        for document in self._read(index, Report([])):
             removed.append(self._first_removing(document.text)[0])
             places.append((numbers[document.file], document.place))
             signatures.append(self._signature(document.text, removed[-1], num_bands))
@@ -179,12 +236,21 @@ class JobState:
         arrays["places"] = np.array(places, np.int64).reshape(-1, 2)
         with self._written(f"{name}.npz") as path, open(path, "wb") as f:
             np.savez(f, **arrays)
-        return self.mark(name, self.scan_keys[index], {"documents": len(removed), "tokens": 0})
+        result = self.mark(name, self.scan_keys[index], {"documents": len(removed), "tokens": 0})
+        self._send_scan(index)
+        return result
+
+    def _send_scan(self, index: int) -> None:
+        if self.shared:
+            self.shared.send(self.folder / f"scan-{index:06}.npz", self._shared_scan(index))
 
     def resolve(self, progress: Callable[[str], None]) -> None:
         """Find duplicates in all splits. Writes for each document the filter that removes it, and the earlier
         document that it duplicates."""
         self._unmark("resolve")
+        if self.shared:
+            progress("scans of other workers")
+            self.shared.for_all(self._scan_file, range(len(self.splits)))
         removed_by_split = self._scanned("removed")
         offsets, removed = np.cumsum([0, *map(len, removed_by_split)]), np.concatenate(removed_by_split)
         original, band = np.full(len(removed), -1, dtype=np.int64), 0
@@ -199,10 +265,13 @@ class JobState:
             removed[candidates[later]] = i + 1
             original[candidates[later]] = candidates[first[later]]
             band = bands.stop
-        for name, array in {"removed": removed, "original": original, "offsets": offsets}.items():
+        for name, array in zip(ARRAYS, (removed, original, offsets)):
             with self._written(f"{name}.npy") as path, open(path, "wb") as f:
                 np.save(f, array)
         self.mark("resolve", self.resolve_key, {})
+        if self.shared:
+            for name in ARRAYS:
+                self.shared.send(self.folder / f"{name}.npy", self._shared_array(name))
 
     def encode(self, index: int) -> dict[str, Any]:
         """Write the token ids of a split's remaining documents, in order."""
@@ -232,7 +301,25 @@ class JobState:
         return self.mark(name, self.split_keys[index], result)
 
     def assemble(self, shard: int) -> dict[str, Any]:
-        """Write a shard of its splits' documents, shuffled, and delete the splits' files."""
+        """Write a shard of its splits' documents, shuffled, and delete the splits' files. Sends it if the
+        output is in a bucket."""
+        if not self.shared:
+            return self._assemble(shard)["entry"]
+        marker = self.marker(f"shard-{shard:05}", self.shard_keys[shard]) or self._assemble(shard)
+        self._send_shard(shard, marker)
+        return marker["entry"]
+
+    def _send_shard(self, shard: int, marker: dict[str, Any]) -> None:
+        """Send a shard's files, then its record, and delete them here."""
+        assert self.shared
+        files = [self.folder / f"{shard:05}.{kind}" for kind in (KINDS if self.chat else KINDS[:2])]
+        tags = {file.name: self.shared.send_file(file) for file in files}
+        content = {"entry": marker["entry"], "report": marker["report"], "tags": tags}
+        self.shared.record(self.shared_shard(shard), content)
+        self._delete([f"shard-{shard:05}.json"])  # the marker first
+        self._delete([file.name for file in files])
+
+    def _assemble(self, shard: int) -> dict[str, Any]:
         dtype, splits = token_dtype(self.tokenizer.vocab_size), self.shards[shard]
         names = [f"split-{index:06}" for index in splits]
         reports = [self.marker(name, self.split_keys[index]) for name, index in zip(names, splits)]
@@ -250,10 +337,11 @@ class JobState:
         shuffled_masks = shuffle_documents(masks, lengths, seed, shard) if self.chat else None
         entry = write_shard(self.folder, f"{shard:05}", shuffled, dtype, shuffled_masks)
         report = merge(r["report"] for r in reports if r is not None)
-        self.mark(f"shard-{shard:05}", self.shard_keys[shard], {"entry": entry, "report": report})
+        result = {"entry": entry, "report": report}
+        self.mark(f"shard-{shard:05}", self.shard_keys[shard], result)
         self._delete([f"{name}.json" for name in names])  # the markers first
         self._delete([f"{name}.{suffix}" for name in names for suffix in ("npy", "bin", "mask")])
-        return entry
+        return result
 
     def _delete(self, names: Iterable[str]) -> None:
         """Delete files of the work folder after syncing the folder. Otherwise a power loss might keep the
@@ -264,11 +352,17 @@ class JobState:
 
     # ---- documents
 
-    def _read(self, split: FileSplit, report: Report) -> Iterator[Document]:
-        on_bad = self._on_bad(report)
-        if self.chat:
-            return read_conversations(split, self.chat, on_bad, self.options, self.options.ignore_fields)
-        return read_split(split, self.options.field, on_bad, self.options)
+    def _read(self, index: int, report: Report) -> Iterator[Document]:
+        split, on_bad = self.splits[index], self._on_bad(report)
+        try:
+            if self.chat:
+                ignore = self.options.ignore_fields
+                yield from read_conversations(split, self.chat, on_bad, self.options, ignore)
+            else:
+                yield from read_split(split, self.options.field, on_bad, self.options)
+        except ConfigError:
+            self._check_unchanged(index)  # then the file is to blame, and not what half of it seems to say
+            raise
 
     def _on_bad(self, report: Report) -> OnBad:
         return stop if self.options.bad_lines == "stop" else report.bad
@@ -294,7 +388,7 @@ class JobState:
     def _remaining(self, index: int, report: Report) -> Iterator[Document]:
         """Yield a split's documents that no filter removes, and count all documents in `report`."""
         number, scanned = 0, self._resolved(index)
-        for number, document in enumerate(self._read(self.splits[index], report), 1):
+        for number, document in enumerate(self._read(index, report), 1):
             report.read(document)
             if scanned is None:
                 removed, reason = self._first_removing(document.text)
@@ -336,7 +430,17 @@ class JobState:
 
     def _scanned(self, name: str) -> list[np.ndarray]:
         """Load an array of every split's scan."""
-        return [np.load(self.folder / f"scan-{index:06}.npz")[name] for index in range(len(self.splits))]
+        return [np.load(self._scan_file(index))[name] for index in range(len(self.splits))]
+
+    def _scan_file(self, index: int) -> Path:
+        """Return the scan of a split, after copying it from a bucket if another worker has made it."""
+        name, key = f"scan-{index:06}", self.scan_keys[index]
+        if self.shared and self.marker(name, key) is None:
+            self._unmark(name)
+            with self._written(f"{name}.npz") as path:
+                self.shared.fetch(self._shared_scan(index), path)
+            self.mark(name, key, {"documents": 0, "tokens": 0})
+        return self.folder / f"{name}.npz"
 
     def _values(self, bands: Iterable[int], documents: np.ndarray) -> Iterator[np.ndarray]:
         """Yield each band of these documents; one band is in memory at a time."""
@@ -359,14 +463,13 @@ class JobState:
         offsets = np.load(self.folder / "offsets.npy", mmap_mode="r")
         kept = int(np.load(self.folder / "original.npy", mmap_mode="r")[offsets[index] + number])
         split = int(np.searchsorted(offsets, kept, side="right")) - 1
-        file, place = np.load(self.folder / f"scan-{split:06}.npz")["places"][kept - offsets[split]]
+        file, place = np.load(self._scan_file(split))["places"][kept - offsets[split]]
         return "duplicate of", (self.splits[split].files[file], int(place))
 
 
-def _identity(split: FileSplit) -> list[object]:
-    """Return values that change when a split's files are edited."""
-    stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in split.files]
-    return [stats, split.begin, split.end]
+def _identity(split: FileSplit, is_listed: bool = False) -> list[object]:
+    """Return values that change when a split's files are edited. `is_listed`: as of `version_of`."""
+    return [[(str(f), *version_of(f, is_listed)) for f in split.files], split.begin, split.end]
 
 
 def _key(*inputs: object) -> str:

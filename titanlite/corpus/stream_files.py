@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from titanlite.config import toml
@@ -37,7 +37,7 @@ class Fetched:
     stream: DocumentStream
 
 
-def fetch(stream: DocumentStream, output: Path, field: str, bad_lines: str = "stop") -> Fetched:
+def fetch(stream: DocumentStream, output: PurePath, field: str, bad_lines: str = "stop") -> Fetched:
     """Write the documents of a stream to files in the folder of unfinished work for `output`. After an
     interruption the same call continues after the last complete file, with the commit of the first call.
     `bad_lines`: as in PrepareOptions.

@@ -12,15 +12,17 @@ import codecs
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from io import BufferedIOBase
+from pathlib import Path, PurePath
+from typing import Any
 
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.data.text_formats import check_content, format_of
 from titanlite.files import hash_file
+from titanlite.storage import FileVersion, storage_of
 from titanlite.tokenizers.chat import RenderedChat
 
 SPLIT_BYTES = 8 << 20  # text per split: about a second of tokenising on one core
@@ -56,7 +58,7 @@ class Limits:
         if num_bytes > self.document_bytes:
             raise ValueError(f"a document of more than {self.max_document_mib} MiB; raise max_document_mib")
 
-    def check_ratio(self, file: Path, num_bytes: int, size: int) -> None:
+    def check_ratio(self, file: PurePath, num_bytes: int, size: int) -> None:
         """Raise ConfigError if a compressed file of `size` bytes has too much content for its size."""
         if num_bytes > max(RATIO_GRACE, self.max_compression_ratio * size):
             raise ConfigError(
@@ -74,7 +76,7 @@ class FileSplit:
     groups; for compressed lines, split number `begin` of `end` splits of the file. `size`: bytes of text,
     estimated if compressed."""
 
-    files: tuple[Path, ...]
+    files: tuple[PurePath, ...]
     begin: int
     end: int
     size: int
@@ -86,21 +88,47 @@ class Document:
     conversation whose text it is, if documents are conversations."""
 
     text: str
-    file: Path
+    file: PurePath
     place: int
     chat: RenderedChat | None = None
 
 
 DEFAULT_LIMITS = Limits()
-OnBad = Callable[[Path, int, str], None]  # called with file, place and reason
+_listed: dict[PurePath, FileVersion] = {}
+OnBad = Callable[[PurePath, int, str], None]  # called with file, place and reason
 
 
-def stop(file: Path, place: int, reason: str) -> None:
+def stop(file: PurePath, place: int, reason: str) -> None:
     """The default OnBad: raise ConfigError."""
     raise ConfigError(f"{where(file, place)}: {reason}")
 
 
 # ---- files
+
+
+def remember_listed(versions: Mapping[PurePath, FileVersion]) -> None:
+    """Keep the versions of files in buckets as a listing has found them: the files of a preparation."""
+    _listed.update(versions)
+
+
+def version_of(file: PurePath, is_listed: bool = False) -> tuple[int, int | str]:
+    """Return values that change when a file is edited: its size, and its time of modification or its tag.
+    `is_listed`: those of the listing of a bucket, if there was one. Raises ConfigError."""
+    with _reading(file):
+        if isinstance(file, Path):
+            status = file.stat()
+            return status.st_size, status.st_mtime_ns
+        if is_listed and file in _listed:
+            size, tag = _listed[file]
+        else:
+            size, tag = storage_of(file).size(file), storage_of(file).tag(file)
+    return size, tag.strip('"')
+
+
+def size_of(file: PurePath) -> int:
+    """Return the bytes of a file. Raises ConfigError."""
+    with _reading(file):
+        return _listed[file].size if file in _listed else storage_of(file).size(file)
 
 
 def content_sha256(files: Iterable[Path]) -> str:
@@ -112,7 +140,7 @@ def content_sha256(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def where(file: Path, place: int) -> str:
+def where(file: PurePath, place: int) -> str:
     """Describe a document's place: its file, and its line or row."""
     kind, compression = format_of(file)
     if kind == "text":
@@ -121,6 +149,8 @@ def where(file: Path, place: int) -> str:
         return f"{file}: row {place}"
     if compression:
         return f"{file}:{place}"
+    if not isinstance(file, Path):  # counting lines would read up to the place once more
+        return f"{file}, byte {place}"
     with open(file, "rb") as f:  # the place is an offset in bytes; count lines in blocks of 1 MiB
         num_lines = sum(f.read(min(1 << 20, place - at)).count(10) for at in range(0, place, 1 << 20))
     return f"{file}:{num_lines + 1}"
@@ -129,13 +159,13 @@ def where(file: Path, place: int) -> str:
 # ---- splits
 
 
-def split_files(files: Sequence[Path], field: str) -> list[FileSplit]:
+def split_files(files: Sequence[PurePath], field: str) -> list[FileSplit]:
     """Partition the corpus into splits of about SPLIT_BYTES, in the files' order."""
     splits = list[FileSplit]()
     num_compressed = sum(format_of(f)[1] != "" for f in files)
     for file in files:
         kind, compression = format_of(file)
-        size = _size(file) * (RATIO if compression else 1)
+        size = size_of(file) * (RATIO if compression else 1)
         if kind == "parquet":
             check_text_column(file, field)
             splits += parquet_splits(file, [field])
@@ -156,7 +186,7 @@ def split_files(files: Sequence[Path], field: str) -> list[FileSplit]:
     return splits
 
 
-def parquet_splits(file: Path, columns: Sequence[str]) -> list[FileSplit]:
+def parquet_splits(file: PurePath, columns: Sequence[str]) -> list[FileSplit]:
     """Partition the row groups of a file by the size of some columns."""
     parquet = open_parquet(file)
     splits, begin, size = list[FileSplit](), 0, 0
@@ -172,7 +202,7 @@ def parquet_splits(file: Path, columns: Sequence[str]) -> list[FileSplit]:
 
 
 def documents(
-    files: Sequence[Path], field: str, on_bad: OnBad = stop, limits: Limits = DEFAULT_LIMITS
+    files: Sequence[PurePath], field: str, on_bad: OnBad = stop, limits: Limits = DEFAULT_LIMITS
 ) -> Iterator[Document]:
     """Yield all documents of the files in order. Empty documents are left out."""
     for split in split_files(files, field):
@@ -202,7 +232,7 @@ def read_split(
 
 def _contents(
     split: FileSplit, kind: str, field: str, limits: Limits
-) -> Iterator[tuple[Path, int, bytes | bytearray | None]]:
+) -> Iterator[tuple[PurePath, int, bytes | bytearray | None]]:
     """Yield the file, the place and the bytes of each document, None for a null. `kind`: the files' format.
     A document that is too long may be cut above the limit."""
     if kind == "text":
@@ -261,7 +291,7 @@ def parquet_batches(split: FileSplit, columns: Sequence[str]) -> Iterator[tuple[
         raise ConfigError(f"{where(file, row)} or later: damaged parquet: {e}") from None
 
 
-def open_parquet(file: Path) -> Any:
+def open_parquet(file: PurePath) -> Any:
     """Open a parquet file. Raises ConfigError."""
     try:
         import pyarrow
@@ -269,12 +299,14 @@ def open_parquet(file: Path) -> Any:
     except ImportError:
         raise ConfigError(f"{file}: reading parquet needs pyarrow: pip install 'titanlite[data]'") from None
     try:
-        return parquet.ParquetFile(file, page_checksum_verification=True)
+        with _reading(file):
+            source = file if isinstance(file, Path) else storage_of(file).open(file)
+        return parquet.ParquetFile(source, page_checksum_verification=True)
     except (OSError, ValueError, pyarrow.ArrowException) as e:
         raise ConfigError(f"{file}: not a complete parquet file: {e}") from None
 
 
-def check_text_column(file: Path, field: str) -> None:
+def check_text_column(file: PurePath, field: str) -> None:
     """Raise ConfigError unless a parquet file has one column of this name, which holds strings."""
     schema = open_parquet(file).schema_arrow
     from pyarrow import types
@@ -308,7 +340,7 @@ def lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, bytes]]:
 def _range_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that start in [begin, end), each with its offset. A line that is too long is cut just
     above the limit."""
-    with _reading(split.files[0]), open(split.files[0], "rb") as f:
+    with _reading(split.files[0]), storage_of(split.files[0]).open(split.files[0]) as f:
         at = split.begin
         if at:
             f.seek(at - 1)
@@ -319,7 +351,7 @@ def _range_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, byt
             at += len(line) if line.endswith(b"\n") else len(line) + _skip_line(f)
 
 
-def _skip_line(f: IO[bytes]) -> int:
+def _skip_line(f: BufferedIOBase) -> int:
     """Read to the end of the line. Returns the number of bytes read."""
     skipped = 0
     while block := f.readline(1 << 20):
@@ -353,14 +385,14 @@ def _blocks_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, by
         yield number + 1, bytes(rest)
 
 
-def _decompressed(file: Path, limits: Limits) -> Iterator[bytes]:
+def _decompressed(file: PurePath, limits: Limits) -> Iterator[bytes]:
     """Yield the content of a .gz or .zst file of any number of members. The libraries' file objects do not
     report every truncated file, so this function checks that the last member is complete."""
     open_member = _decompressor(file)
     member, produced = open_member(), 0
-    size = _size(file)
+    size = size_of(file)
     try:
-        with _reading(file), open(file, "rb") as f:
+        with _reading(file), storage_of(file).open(file) as f:
             while data := f.read(FEED_BYTES):
                 while data and not (member.eof and not data.strip(b"\0")):  # gzip members may be padded
                     if member.eof:
@@ -378,7 +410,7 @@ def _decompressed(file: Path, limits: Limits) -> Iterator[bytes]:
         raise ConfigError(f"{file}: cut off after {produced:,} bytes of its content; get the whole file")
 
 
-def _decompressor(file: Path) -> Callable[[], Any]:
+def _decompressor(file: PurePath) -> Callable[[], Any]:
     if format_of(file)[1] == ".gz":
         return lambda: zlib.decompressobj(wbits=31)
     try:
@@ -420,29 +452,23 @@ def _decode(data: bytes | bytearray) -> str:
         raise ValueError(f"not UTF-8 at byte {e.start}: convert the file first") from None
 
 
-def beginning(file: Path) -> bytes:
+def beginning(file: PurePath) -> bytes:
     """Return the first bytes of a file's content, without a byte order mark."""
     return next(filter(None, blocks(file, DEFAULT_LIMITS)), b"").removeprefix(codecs.BOM_UTF8)
 
 
-def blocks(file: Path, limits: Limits) -> Iterator[bytes]:
+def blocks(file: PurePath, limits: Limits) -> Iterator[bytes]:
     """Yield the content of a file, decompressed."""
     if format_of(file)[1]:
         yield from _decompressed(file, limits)
         return
-    with _reading(file), open(file, "rb") as f:
+    with _reading(file), storage_of(file).open(file) as f:
         while data := f.read(1 << 20):
             yield data
 
 
-def _size(file: Path) -> int:
-    with _reading(file):
-        size = file.stat().st_size
-    return size
-
-
 @contextmanager
-def _reading(file: Path) -> Iterator[None]:
+def _reading(file: PurePath) -> Iterator[None]:
     """Raise an OSError of the body as a ConfigError that names the file."""
     try:
         yield

@@ -9,12 +9,13 @@ from __future__ import annotations
 import glob
 import re
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
 
 from titanlite.config.component import ConfigError
 from titanlite.files import if_on_hub
 from titanlite.log import tell
+from titanlite.storage import SCHEME
 
 LINES = (".jsonl", ".ndjson", ".json", ".jsonlines", ".jl")
 COMPRESSIONS = {".gz": ".gz", ".gzip": ".gz", ".zst": ".zst", ".zstd": ".zst"}
@@ -44,6 +45,12 @@ def find_files(patterns: Sequence[str], key: str, is_told: bool = False) -> list
     files: dict[Path, Path] = {}  # by resolved path: a file with two names is read once
     passed_over = Counter[str]()
     for pattern in patterns:
+        if SCHEME.match(pattern):
+            raise ConfigError(
+                f"{pattern}: texts are read from a local disk here; `titanlite prepare` reads them from a "
+                'bucket into a dataset for the source name = "tokens"',
+                key,
+            )
         literal = Path(pattern)  # a name may contain a glob's characters
         paths = [literal] if literal.exists() else [Path(p) for p in glob.glob(pattern, recursive=True)]
         if not paths:
@@ -55,35 +62,50 @@ def find_files(patterns: Sequence[str], key: str, is_told: bool = False) -> list
                 below = [Path(p) for p in glob.iglob(f"{glob.escape(str(path))}/**", recursive=True)]
             for file in filter(Path.is_file, below):
                 if file.name == "dataset.json" and file.with_name("00000.idx").exists():
-                    raise ConfigError(
-                        f"{file.parent} is not text but a dataset, whose tokens a run reads with the source "
-                        'name = "tokens"',
-                        key,
-                    )
+                    raise is_dataset(file.parent, key)
                 if file == path or has_text(file):
                     files[file.resolve()] = file
                 else:
                     passed_over[file.suffix.lower() or "without a suffix"] += file.name not in METADATA
-    if is_told and (counts := [f"{number} {suffix}" for suffix, number in passed_over.items() if number]):
-        tell(f"in {', '.join(patterns)}, files are passed over by their suffix: {', '.join(sorted(counts))}")
+    if is_told:
+        tell_passed_over(patterns, passed_over)
     if not files:
-        raise ConfigError(
-            f"no text files in {', '.join(map(repr, patterns))}; of a directory, {', '.join(IN_FOLDERS)} "
-            "files are read, also compressed (.gz, .zst), except in hidden folders; name other files one by "
-            "one",
-            key,
-        )
+        raise no_files(patterns, key)
     return sorted(files.values())
 
 
-def format_of(file: Path) -> tuple[str, str]:
+def tell_passed_over(patterns: Sequence[str], passed_over: Mapping[str, int]) -> None:
+    """Print how many files of each suffix are not read."""
+    if counts := [f"{number} {suffix}" for suffix, number in passed_over.items() if number]:
+        tell(f"in {', '.join(patterns)}, files are passed over by their suffix: {', '.join(sorted(counts))}")
+
+
+def no_files(patterns: Sequence[str], key: str) -> ConfigError:
+    """Return the error that the input has no text files."""
+    return ConfigError(
+        f"no text files in {', '.join(map(repr, patterns))}; of a directory, {', '.join(IN_FOLDERS)} "
+        "files are read, also compressed (.gz, .zst), except in hidden folders; name other files one by "
+        "one",
+        key,
+    )
+
+
+def is_dataset(folder: PurePath, key: str) -> ConfigError:
+    """Return the error that an input directory is a dataset."""
+    return ConfigError(
+        f'{folder} is not text but a dataset, whose tokens a run reads with the source name = "tokens"',
+        key,
+    )
+
+
+def format_of(file: PurePath) -> tuple[str, str]:
     """Return a file's format, by its name: ("lines" | "parquet" | "text", compression suffix or "")."""
     compression = COMPRESSIONS.get(file.suffix.lower(), "")
     suffix = (file.with_suffix("") if compression else file).suffix.lower()
     return "lines" if suffix in LINES else "parquet" if suffix == ".parquet" else "text", compression
 
 
-def has_text(file: Path) -> bool:
+def has_text(file: PurePath) -> bool:
     """Return whether a file, by its name, is one that is read if its directory is given."""
     kind, compression = format_of(file)
     inner = file.with_suffix("") if compression else file
@@ -91,7 +113,7 @@ def has_text(file: Path) -> bool:
     return inner.suffix.lower() in IN_FOLDERS and not is_parquet_compressed and file.name not in METADATA
 
 
-def check_content(file: Path, beginning: bytes) -> None:
+def check_content(file: PurePath, beginning: bytes) -> None:
     """Raise ConfigError for a file that is not plain text, by its name or by how its content begins."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     inner = file.with_suffix("") if format_of(file)[1] else file

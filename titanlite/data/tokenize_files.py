@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import numpy as np
@@ -104,7 +104,7 @@ def batches(documents: Iterable[T], length_of: Callable[[T], int]) -> Iterator[l
         yield batch
 
 
-def check_ids(ids: np.ndarray, vocab_size: int, file: Path, place: int) -> None:
+def check_ids(ids: np.ndarray, vocab_size: int, file: PurePath, place: int) -> None:
     """Raise ConfigError if a document has a token id outside the vocabulary."""
     if len(ids) and ids.max() >= vocab_size:
         raise ConfigError(f"{where(file, place)}: token id {ids.max()} >= vocab_size {vocab_size}")
