@@ -14,7 +14,7 @@ from typing import Any
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.overrides import Bare, split_overrides
-from titanlite.config.paths import expand_home
+from titanlite.config.paths import check_local, expand_home
 
 
 class Options(argparse.ArgumentParser):
@@ -60,10 +60,10 @@ class Options(argparse.ArgumentParser):
 
 
 def _path(text: str) -> Path:
-    if re.match(r"[a-z][a-z0-9+.-]*://", text):
-        raise argparse.ArgumentTypeError(f"{text}: this takes a path on a local disk, not a URL")
     try:
-        return Path(expand_home(text))
+        path = expand_home(text)
+        check_local(path)
+        return Path(path)
     except ConfigError as e:
         raise argparse.ArgumentTypeError(str(e)) from None
 
