@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.jobs import make_job
+from tests.support.jobs import make_job, tiny_arguments
 from titanlite import cli, commands, fetch, object_store
 from titanlite.config import schema
 from titanlite.config.component import ConfigError
@@ -162,3 +162,14 @@ def test_tensorboard_and_profiles_in_a_bucket(
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
     assert [scalar.step for scalar in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
     assert list(contents(folder / "profile")) == ["trace-step-3-rank-0.json.gz"]
+
+
+def test_tune_beside_a_run_in_a_bucket_is_refused(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [*tiny_arguments(tmp_path, corpus), "--job.dump_folder=s3://b/run", "--optimizer.lr=1e-3,2e-3"]
+    assert cli.run(["tune", *words]) == 2
+    error = capsys.readouterr().err
+    assert "s3://b/run_search: titanlite tune (see --output) needs a folder on a local disk" in error
+    assert not Path("s3:").exists()
