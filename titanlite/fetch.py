@@ -39,6 +39,8 @@ def local_copy(path: PurePath) -> Path:
     checkpoint = path if is_one else steps[-1][1] if steps else None
     if checkpoint is None:
         return _copy_of_files(path)
+    if not storage_of(checkpoint).is_folder(checkpoint):
+        raise ConfigError(f"{checkpoint}: there is no such checkpoint")
     try:
         manifest = commit.check(checkpoint)
     except commit.Damaged as e:

@@ -127,6 +127,8 @@ def test_targets_in_a_bucket(
     assert cli.run(["export", run, target]) == 2
     assert "exists; choose another" in capsys.readouterr().err
     assert cli.run(["export", run, f"s3://{bucket}/models/step-2"]) == 2
+    assert cli.run(["export", f"s3://{bucket}/checkpoint/step-7", str(tmp_path / "other")]) == 2
+    assert "step-7: there is no such checkpoint" in capsys.readouterr().err
     # An average in a bucket is a checkpoint.
     average = f"s3://{bucket}/average"
     assert cli.run(["checkpoint", "average", run, "--last=2", "--allow-decayed", "-o", average]) == 0
@@ -169,6 +171,7 @@ def test_tune_beside_a_run_in_a_bucket_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = [*tiny_arguments(tmp_path, corpus), "--job.dump_folder=s3://b/run", "--optimizer.lr=1e-3,2e-3"]
+    words.append("--validation.enable")
     assert cli.run(["tune", *words]) == 2
     error = capsys.readouterr().err
     assert "s3://b/run_search: titanlite tune (see --output) needs a folder on a local disk" in error
