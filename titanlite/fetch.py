@@ -1,24 +1,29 @@
-"""Copies of folders in a bucket for commands that read them: titanlite/fetched in the user's cache folder."""
+"""Copies of folders in a bucket: for commands that read them, in titanlite/fetched in the user's cache
+folder; for commands that write them, in $TMPDIR until they are uploaded."""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
-from titanlite.checkpoint.digest import gib
+from titanlite.checkpoint.digest import digest_file, gib
 from titanlite.config.component import ConfigError
+from titanlite.config.paths import check_new
 from titanlite.files import hash_stream, make_folder, new_folder
 from titanlite.log import tell
 from titanlite.progress import Progress
 from titanlite.runtime.environment import user_cache
-from titanlite.storage import storage_of
+from titanlite.storage import storage_of, upload
 
 BLOCK_BYTES = 8 << 20
+LAST = ("model.safetensors.index.json", "config.json", "adapter_config.json", commit.MANIFEST)
+"""The files of exports, adapters and checkpoints that are written last, in this order."""
 MAX_FILES = 10_000  # of a folder that is no checkpoint
 
 
@@ -30,9 +35,12 @@ def local_copy(path: PurePath) -> Path:
     if isinstance(path, Path):
         return path
     steps = commit.list_committed(path) or commit.list_committed(path / "checkpoint")
-    checkpoint = path if commit.step_of(path) is not None else steps[-1][1] if steps else None
+    is_one = commit.step_of(path) is not None or storage_of(path).exists(path / commit.MANIFEST)
+    checkpoint = path if is_one else steps[-1][1] if steps else None
     if checkpoint is None:
         return _copy_of_files(path)
+    if not storage_of(checkpoint).is_folder(checkpoint):
+        raise ConfigError(f"{checkpoint}: there is no such checkpoint")
     try:
         manifest = commit.check(checkpoint)
     except commit.Damaged as e:
@@ -85,6 +93,56 @@ def _copy_of_files(path: PurePath) -> Path:
                 for file in files:
                     _fetch(file, partial / file.name)
     return folder
+
+
+def check_target(target: PurePath, key: str) -> None:
+    """Raise ConfigError if a command cannot write the new folder `target`. `key`: names it. A folder in a
+    bucket may have the files of an interrupted upload, which has no file of LAST but the index."""
+    if isinstance(target, Path):
+        check_new(target, key)
+        return
+    storage_of(target).check_writable(target, key)
+    if any(commit.step_of(PurePath(part)) is not None for part in target.parts):
+        raise ConfigError(f"{target}: in a bucket, step-N names a checkpoint of a run; choose another", key)
+    if any(storage_of(target).exists(target / name) for name in LAST[1:]):
+        raise ConfigError(f"{target} exists; choose another, or delete it", key)
+
+
+@contextmanager
+def new_target(target: PurePath) -> Iterator[Path]:
+    """Yield the path of the local folder that the body makes: `target` itself, or a folder in $TMPDIR that is
+    uploaded to the bucket when the body ends, without the files that are there already with the same
+    content. Raises ConfigError for a folder with other files, CheckpointError if it cannot be written."""
+    if isinstance(target, Path):
+        yield target
+        return
+    with tempfile.TemporaryDirectory(prefix="titanlite-upload-") as folder:
+        local = Path(folder, target.name)
+        yield local
+        try:
+            _upload_folder(local, target)
+        except OSError as e:
+            raise CheckpointError(
+                f"{target} could not be written whole: {type(e).__name__}: {e}; the same command completes it"
+            ) from None
+
+
+def _upload_folder(folder: Path, target: PurePath) -> None:
+    storage = storage_of(target)
+    there = {path.name for path in storage.list(target)}
+    names = [file.name for file in folder.iterdir()]
+    if others := there - set(names):
+        raise ConfigError(f"{target} has other files, such as {min(others)}; choose another folder")
+    for name in sorted(names, key=lambda name: (LAST.index(name) if name in LAST else -1, name)):
+        if name in there and _is_uploaded(folder / name, target / name):
+            tell(f"{target / name} is there already")
+            continue
+        upload(folder / name, target / name)
+
+
+def _is_uploaded(file: Path, target: PurePath) -> bool:
+    """Whether an object has the content of a file. It is read if it has the same size."""
+    return storage_of(target).size(target) == file.stat().st_size and digest_file(target) == digest_file(file)
 
 
 def _cache() -> Path:

@@ -24,7 +24,7 @@ from titanlite.config import toml
 from titanlite.config.amount import Amount, Conversion
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import import_components, import_folders
-from titanlite.config.paths import PathText, check_name, check_writable
+from titanlite.config.paths import UrlText, check_name, check_writable
 from titanlite.config.resolve import amounts, resolve
 from titanlite.data.dataset import Data
 from titanlite.data.sources import short_names
@@ -79,7 +79,7 @@ TOKENIZER = "tokenizer"  # folder of a run folder, with a copy of the tokenizer'
 class JobInfo:
     """Run folder, description, and modules to import."""
 
-    dump_folder: PathText = "outputs"
+    dump_folder: UrlText = "outputs"
     """The run folder, for metrics, samples and checkpoints: one per run."""
     description: str = ""
     """Free text, which titanlite does not use."""

@@ -6,15 +6,17 @@ Does not import torch, so that help and errors in a command appear in a fraction
 from __future__ import annotations
 
 import argparse
+import functools
+import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.overrides import Bare, split_overrides
-from titanlite.config.paths import expand_home
+from titanlite.config.paths import check_local, expand_home
 
 
 class Options(argparse.ArgumentParser):
@@ -26,9 +28,12 @@ class Options(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
 
     def add(self, *names: str, **kwargs: Any) -> None:
-        """Add an argument as `add_argument` does. For a Path, a leading `~` is expanded."""
+        """Add an argument as `add_argument` does. For a Path, a leading `~` is expanded. A function that is
+        the type of an argument may raise ConfigError."""
         if kwargs.get("type") is Path:
             kwargs["type"] = _path
+        if inspect.isfunction(kwargs.get("type")):
+            kwargs["type"] = _told(kwargs["type"])
         self._known |= {name.replace("-", "_"): name for name in names if name.startswith("--")}
         self.add_argument(*names, **kwargs)
 
@@ -60,12 +65,22 @@ class Options(argparse.ArgumentParser):
 
 
 def _path(text: str) -> Path:
-    if re.match(r"[a-z][a-z0-9+.-]*://", text):
-        raise argparse.ArgumentTypeError(f"{text}: this takes a path on a local disk, not a URL")
-    try:
-        return Path(expand_home(text))
-    except ConfigError as e:
-        raise argparse.ArgumentTypeError(str(e)) from None
+    path = expand_home(text)
+    check_local(path)
+    return Path(path)
+
+
+def _told(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return `read` with errors that argparse reports as they are."""
+
+    @functools.wraps(read)
+    def told(text: str) -> Any:
+        try:
+            return read(text)
+        except ConfigError as e:
+            raise argparse.ArgumentTypeError(str(e)) from None
+
+    return told
 
 
 def add_allow_imports(options: Options) -> None:

@@ -27,6 +27,7 @@ from titanlite.config.paths import check_writable
 from titanlite.log import logger
 
 P = TypeVar("P", bound=PurePath)
+COPY_BYTES = 16 << 20  # of a file that is copied, in memory at a time
 SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
 
 
@@ -364,6 +365,22 @@ def parse_path(text: str, key: str | None = None) -> PurePath:
     storage = Storage.choices[scheme]()
     assert isinstance(storage, Storage)
     return storage.path(text)
+
+
+def upload(file: Path, target: PurePath) -> None:
+    """Copy a local file to the storage of `target`, where it replaces another file."""
+    storage = storage_of(target)
+    if storage.exists(target):
+        storage.delete(target)
+    new = storage.create(target)
+    try:
+        with open(file, "rb") as reader:
+            while block := reader.read(COPY_BYTES):
+                new.write(block)
+    except BaseException:
+        new.abort()
+        raise
+    new.close()
 
 
 def local_path(path: PurePath, purpose: str) -> Path:

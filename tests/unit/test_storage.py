@@ -123,7 +123,8 @@ CALLS = {
     "is_dir", "stat", "iterdir", "glob", "rglob", "scandir", "listdir", "read_bytes", "read_text",
     "write_bytes", "write_text", "touch", "fsync", "write_atomically", "write_new", "read_regular",
 }  # fmt: skip
-LOCAL_ONLY = {"checkpoint/find.py", "metrics/profiling.py"}  # a user's own paths; torch writes the traces
+# A user's own paths, copies on the disk of a node, and the traces that torch writes.
+LOCAL_ONLY = {"checkpoint/find.py", "checkpoint/node_copies.py", "metrics/profiling.py"}
 
 
 def direct_calls(source: str) -> set[str]:

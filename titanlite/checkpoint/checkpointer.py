@@ -9,6 +9,8 @@ import functools
 import json
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from titanlite.checkpoint import commit, last_commit, resume
@@ -16,6 +18,7 @@ from titanlite.checkpoint.bits import bits_after, changes_since
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.last_commit import LastCommit
 from titanlite.checkpoint.lock import FolderLock
+from titanlite.checkpoint.node_copies import NodeCopies
 from titanlite.checkpoint.reader import MisfitError, load_tensors
 from titanlite.checkpoint.resume import Candidate, Fault
 from titanlite.checkpoint.run_identity import OPTIMIZER, check_optimizer
@@ -337,16 +340,19 @@ class Checkpointer:
         """Load the checkpoint and verify it at the same time. Returns the reason why it cannot be used, or
         None. Collective."""
         logger.info(f"loading and verifying {candidate.path}")
-        verification = resume.Verification(candidate.path, candidate.manifest, self.ranks)
+        path, manifest = candidate.path, candidate.manifest
+        copies = None if isinstance(path, Path) else NodeCopies(path, manifest, self.ranks)
+        verification = copies or resume.Verification(path, manifest, self.ranks)
         error, sections = None, set[str]()
-        try:
-            other_optimizer = OPTIMIZER in self.config.allow_changed
-            sections = load_tensors(
-                candidate.path, tensors, self.ranks, other_optimizer, [AVERAGE], candidate.manifest
-            )
-        except CheckpointError as e:  # the hashes tell whether it is damaged or does not fit this job
-            error = e
-        reason = verification.result() or (str(error) if isinstance(error, commit.Damaged) else None)
+        other_optimizer = OPTIMIZER in self.config.allow_changed
+        with nullcontext() if copies is None else closing(copies):
+            try:
+                sections = load_tensors(
+                    path, tensors, self.ranks, other_optimizer, [AVERAGE], manifest, files=copies
+                )
+            except CheckpointError as e:  # the hashes tell whether it is damaged or does not fit this job
+                error = e
+            reason = verification.result() or (str(error) if isinstance(error, commit.Damaged) else None)
         if reason is not None:
             return reason
         if error is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import PurePath
@@ -89,23 +89,27 @@ def first_fault(folder: PurePath, files: Mapping[str, FileDigest]) -> str | None
     file cannot be read for another reason than damage, such as a file system that does not answer."""
 
     def fault(item: tuple[str, FileDigest]) -> str | None:
-        name, expected = item
-        try:
-            digest = digest_file(folder / name)
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except FileFault as e:
-            return f"{name} cannot be read: {e}"
-        except OSError as e:
-            if e.errno != errno.EIO:  # only a bad sector is damage
-                raise
-            return f"{name} cannot be read: {e.strerror}"
-        if digest.size != expected.size:
-            return f"{name} has {digest.size:,} bytes, {expected.size:,} were written"
-        return None if digest == expected else f"{name} is not what was written: its SHA-256 differs"
+        return fault_of(folder / item[0], item[1], digest_file)
 
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
         return next((reason for reason in pool.map(fault, files.items()) if reason), None)
+
+
+def fault_of(path: PurePath, expected: FileDigest, read: Callable[[PurePath], FileDigest]) -> str | None:
+    """A description of the damage of a file, or None. `read`: reads and hashes it. Raises as first_fault."""
+    try:
+        digest = read(path)
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except FileFault as e:
+        return f"{path.name} cannot be read: {e}"
+    except OSError as e:
+        if e.errno != errno.EIO:  # only a bad sector is damage
+            raise
+        return f"{path.name} cannot be read: {e.strerror}"
+    if digest.size != expected.size:
+        return f"{path.name} has {digest.size:,} bytes, {expected.size:,} were written"
+    return None if digest == expected else f"{path.name} is not what was written: its SHA-256 differs"
 
 
 def gib(size: int) -> str:

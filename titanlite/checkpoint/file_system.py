@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePath
 from typing import Any
@@ -19,6 +19,10 @@ class HashingFileSystem(FileSystemBase):
 
     def __init__(self) -> None:
         self.files: dict[str, FileDigest] = {}
+
+    def in_order(self, names: Collection[str]) -> Sequence[str]:
+        """The names of files in the order in which they are read."""
+        return list(names)
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:

@@ -51,6 +51,8 @@ def _checkpoints_in(path: P) -> list[tuple[int, P]]:
     """checkpoints_below for a path of another storage: a run folder, its checkpoint folder or a step."""
     if (step := commit.step_of(path)) is not None and storage_of(path).exists(path):
         return [(step, path)]
+    if storage_of(path).exists(path / commit.MANIFEST):  # an average
+        return [(commit.read_manifest(path)["step"], path)]
     if checkpoints := commit.list_committed(path) or commit.list_committed(path / "checkpoint"):
         return checkpoints
     raise ConfigError(f"{path} holds no checkpoint: give a run folder, or one of its step-N folders")

@@ -144,18 +144,24 @@ class Verification:
         fault, error = None, self._fault.exception()
         if error is None:
             fault = self._fault.result()
-        elif not is_file_error(error):
-            error = RuntimeError(f"rank {self._ranks.rank} cannot verify {self._path}: {error!r}")
         self._thread.shutdown()
-        fault, error = self._ranks.first(fault), self._ranks.first(error)
-        if error is not None and fault is None:
-            raise error
-        return fault
+        return tell_all(fault, error, self._path, self._ranks)
 
     def _first_fault(self) -> str | None:
         ranks, manifest = self._ranks, self._manifest
         files = {name: d for name, d in commit.digests(manifest).items() if name.endswith(SHARD_SUFFIX)}
         return first_fault(self._path, files_to_hash(files, ranks.rank, ranks.size, manifest["ranks"]))
+
+
+def tell_all(fault: str | None, error: BaseException | None, path: PurePath, ranks: Ranks) -> str | None:
+    """The first damage of the checkpoint at `path` that any rank has found, or None. Raises the first error
+    of reading on all ranks unless one has found damage. Collective."""
+    if error is not None and not is_file_error(error):
+        error = RuntimeError(f"rank {ranks.rank} cannot verify {path}: {error!r}")
+    fault, error = ranks.first(fault), ranks.first(error)
+    if error is not None and fault is None:
+        raise error
+    return fault
 
 
 def files_to_hash(

@@ -8,7 +8,7 @@ from typing import Literal
 
 from titanlite.config.amount import Interval, MultipleOfInterval
 from titanlite.config.component import ConfigError, check_at_least
-from titanlite.config.paths import PathText
+from titanlite.config.paths import PathText, UrlText
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Checkpoint:
     restart: bool = False
     """Start at step 1 in a folder with a run, once, as with load_step. Checkpoints move to `archived-<n>/`,
     metrics to `*.superseded.*`."""
-    initial_load_path: PathText = ""
+    initial_load_path: UrlText = ""
     """Weights of a new run: a Hugging Face model, a titanlite checkpoint or run, a torchtitan DCP checkpoint,
     or Meta's `consolidated.*.pth`. A resume reads it only with adapters ([lora])."""
     allow_changed: list[str] = field(default_factory=list)

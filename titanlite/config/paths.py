@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated
 
 from titanlite.config.component import ConfigError
 from titanlite.files import if_on_hub
 
-IS_PATH = "path"
-PathText = Annotated[str, IS_PATH]  # the type of a key that names a file or folder; `~` is expanded
+IS_PATH, TAKES_URL = "path", "url"
+PathText = Annotated[str, IS_PATH]  # the type of a key that names a local file or folder; `~` is expanded
+UrlText = Annotated[str, IS_PATH, TAKES_URL]  # of a key that may also be the URL of a storage
+URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+
+
+def check_local(path: str) -> None:
+    """Raise ConfigError, without a key, for a URL."""
+    if URL.match(path):
+        raise ConfigError(f"{path}: this takes a path on a local disk, not a URL")
 
 
 def expand_home(path: str) -> str:
-    """Return a path with the home folder for a leading `~` or `~user`. Raises ConfigError, without a key, if
-    there is no such folder."""
+    """Return a path with the home folder for a leading `~` or `~user`, and the path of a URL file:///PATH.
+    Raises ConfigError, without a key, if there is no such folder."""
+    if path.startswith("file://"):
+        if not path.startswith("file:///"):
+            raise ConfigError(f"{path}: expected file:///PATH, with a path that begins at the root")
+        return path.removeprefix("file://")
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         name = path.partition("/")[0]

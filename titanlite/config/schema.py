@@ -27,7 +27,7 @@ from titanlite.config.amount import FORM, Amount, step_count
 from titanlite.config.component import Component, ConfigError, full_name, known_list, suggest
 from titanlite.config.locator import Locator
 from titanlite.config.overrides import Bare, Word, as_list, plain_value
-from titanlite.config.paths import IS_PATH, expand_home
+from titanlite.config.paths import IS_PATH, TAKES_URL, check_local, expand_home
 
 FILE = Path(__file__).with_name("schema.json")
 IMPORTS = ("job", "imports")  # section and key that name modules to import; top-level key for `prepare`
@@ -49,6 +49,7 @@ class Node(TypedDict, total=False):
     optional: bool  # may be None, which TOML cannot express
     amount: bool  # for an int or float: may be an amount of training
     path: bool  # for a str: names a file or folder, and a leading `~` is expanded
+    url: bool  # for a path: may be the URL of a storage
     values: list[Any]  # for a literal
     items: Node  # for a list, tuple or dict
     length: int  # for a tuple of fixed length
@@ -114,6 +115,8 @@ def _node(hint: Any, docs: bool) -> Node:
             node["amount"] = True
         if IS_PATH in args:
             node["path"] = True
+        if TAKES_URL in args:
+            node["url"] = True
         return node
     if origin in (Union, types.UnionType) and len(set(args) - {type(None)}) == 1:
         (inner,) = set(args) - {type(None)}
@@ -235,7 +238,10 @@ class _Conversion:
             self._complain(f"expected {_expected(node)}, got {value!r}", key)
         elif node.get("path"):
             try:
-                return expand_home(value)
+                path = expand_home(value)
+                if not node.get("url"):
+                    check_local(path)
+                return path
             except ConfigError as e:
                 self._complain(str(e), key)
         elif isinstance(value, float) and not math.isfinite(value):

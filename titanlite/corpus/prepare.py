@@ -26,7 +26,7 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.config.imports import ALLOW_IMPORTS, import_components
 from titanlite.config.overrides import split_words
-from titanlite.config.paths import PathText, check_writable
+from titanlite.config.paths import UrlText, check_writable
 from titanlite.corpus.bucket_files import find_inputs
 from titanlite.corpus.hub import PREFIX, HubSplit, hub_files
 from titanlite.corpus.pipeline import prepare, prepared_record, work_folder
@@ -46,12 +46,12 @@ from titanlite.tokenizers.tiktoken import Tiktoken
 class Prepare(HubSplit, PrepareOptions):
     """Settings of a preparation, in its TOML file or on the command line."""
 
-    input: list[PathText] = dataclasses.field(default_factory=list)
+    input: list[UrlText] = dataclasses.field(default_factory=list)
     """Files, globs, directories (their .txt, .jsonl, .ndjson, .json and .parquet files, also compressed), and
     `hf:NAME`: a dataset of the Hugging Face hub, or a directory laid out like one. URLs of a bucket may be
     files, directories and globs, too."""
     from_stream: DocumentStream | None = None
-    output: PathText = ""
+    output: UrlText = ""
     """The dataset directory, which appears when it is complete; also in a bucket: s3://BUCKET/FOLDER."""
     num_processes: int = 0
     """Number of processes; 0: one per core. Does not change the result."""

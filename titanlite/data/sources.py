@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from titanlite.config.component import Component, ConfigError, label
-from titanlite.config.paths import PathText
+from titanlite.config.paths import UrlText
 from titanlite.data.remote_shards import open_tokens
 from titanlite.data.sharded_tokens import ShardedTokens
 from titanlite.data.shards import PreparedTokens
@@ -85,7 +85,7 @@ def short_names(sources: Sequence[Source]) -> list[str]:
 class Tokens(Source, name="tokens"):
     """A dataset directory made by `titanlite prepare` or by `write_shards`."""
 
-    path: PathText
+    path: UrlText
     """The directory with dataset.json, on this machine or as the URL of a storage, such as s3://bucket/corpus."""
 
     @property

@@ -209,7 +209,8 @@ class BatchTrainer:
 
     def _failure(self, size: int, code: int, log: Path) -> str:
         """The line on a run that has failed for another reason than memory. Keeps its log."""
-        kept = Path(f"{self.job.job.dump_folder}_find_batch.log")
+        run = self.job.folder
+        kept = (run if isinstance(run, Path) else Path(run.name)).with_name(f"{run.name}_find_batch.log")
         make_folder(kept.parent)
         shutil.copyfile(log, kept)
         ended = f"the run with training.local_batch_size={size} ended with exit code {code}"

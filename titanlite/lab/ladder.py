@@ -25,7 +25,7 @@ from titanlite.lab.fit import MIN_RUNS, check_from_scratch
 from titanlite.lab.layouts import DOES_NOT_FIT, assess
 from titanlite.lab.planned import planned_run
 from titanlite.lab.shapes import Shape, candidates, count, default_sizes, nearest
-from titanlite.lab.trial_runs import LOSS, Trainer, TrialRecord, TrialRun, keys_of, stoppable
+from titanlite.lab.trial_runs import LOSS, Trainer, TrialRecord, TrialRun, beside_run, keys_of, stoppable
 from titanlite.log import tell
 from titanlite.report.charts import short
 from titanlite.runtime.process import device_name
@@ -106,7 +106,7 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
 
 
 def _folder(job: Job, options: Namespace) -> Path:
-    return options.output or Path(f"{job.job.dump_folder}_ladder")
+    return options.output or beside_run(job, "_ladder")
 
 
 def _check(job: Job) -> None:

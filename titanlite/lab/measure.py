@@ -12,7 +12,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -32,6 +31,7 @@ from titanlite.lab.plan import decisive_keys
 from titanlite.lab.planned import planned_run
 from titanlite.lab.step_time import LINK_SHARE
 from titanlite.lab.step_timer import seconds_of, time_steps
+from titanlite.lab.trial_runs import beside_run
 from titanlite.log import tell
 from titanlite.metrics.memory import OutOfMemory, is_out_of_memory
 from titanlite.parallelism import Parallelism
@@ -54,7 +54,7 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
     job = load_job(options.config, overrides, None, allow_imports=True)
     ranks, output = options.gpus_per_trial, options.output
     if output is None:
-        output = Path(f"{job.job.dump_folder}_measured.json")
+        output = beside_run(job, "_measured.json")
         make_folder(output.parent)
     check_output_file(output)
     if ranks > 1 and not is_under_torchrun():

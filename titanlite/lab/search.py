@@ -29,7 +29,7 @@ from titanlite.lab.halving import (
     survivors,
     ties,
 )
-from titanlite.lab.trial_runs import Trainer, TrialRecord, TrialRun, keys_of, stoppable
+from titanlite.lab.trial_runs import Trainer, TrialRecord, TrialRun, beside_run, keys_of, stoppable
 from titanlite.log import tell
 from titanlite.progress import Progress
 from titanlite.table import table
@@ -127,7 +127,7 @@ def _open(options: Namespace, axes: list[Axis], rest: list[str]) -> Search:
         "rungs": [list(rung) for rung in plan],
         "other_seed": other_seed,
     }
-    folder = options.output or Path(f"{job.job.dump_folder}_search")
+    folder = options.output or beside_run(job, "_search")
     record = TrialRecord("search", folder, asked)
     search = Search(options.config, rest, axes, plan, other_seed, job.training.steps, record)
     with Progress(total=len(trials), desc="checking", unit="run", delay=2, leave=False) as progress:

@@ -31,6 +31,7 @@ from titanlite.report.recorded_run import read_run
 from titanlite.report.timeline import duration
 from titanlite.runtime.environment import environment_of_run, visible_gpus
 from titanlite.runtime.signals import Stopped, StopRequests, stop_requests
+from titanlite.storage import local_path, parse_path
 
 LOSS = "eval/loss"
 DIVERGED = 4  # exit code of a run
@@ -60,6 +61,12 @@ class Running(NamedTuple):
     process: subprocess.Popen[bytes]
     slot: str
     started: float
+
+
+def beside_run(job: Job, ending: str) -> Path:
+    """The path of a file or folder of `tune` beside the run folder. Raises ConfigError for a run folder in a
+    bucket."""
+    return local_path(parse_path(f"{job.job.dump_folder}{ending}"), "titanlite tune (see --output)")
 
 
 @dataclass(frozen=True)

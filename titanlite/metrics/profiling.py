@@ -8,10 +8,11 @@ torch.profiler.schedule counts from the start of the process, and would save tra
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from torch.profiler import ProfilerAction
 
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.log import logger
-from titanlite.storage import local_path
+from titanlite.storage import upload
 from titanlite.torch_compat import dump_memory_history, record_memory_history
 
 TABLE_ROWS = 20
@@ -102,7 +103,7 @@ class Profiler:
         self._config, self._rank, self._untimed = config, rank, untimed
         self._step, self._table, self._ranges = first_step, "", contextlib.ExitStack()
         on = rank in config.ranks and (config.enable_profiling or config.enable_memory_snapshot)
-        self._folder = local_path(folder, "profiling") if on else None
+        self._folder = folder
         self._ends = config.traced(first_step, last_step) if on else []
         self._begins = [end - config.profiler_active + 1 for end in self._ends]
         self._torch: torch.profiler.profile | None = None
@@ -178,11 +179,15 @@ class Profiler:
         self._table += kernel_table(done.key_averages(), self._config.profiler_active)
 
     def _save(self, kind: str, ending: str, write: Callable[[str], object]) -> None:
-        assert self._folder is not None
         path = self._folder / f"{kind}-step-{self._step}-rank-{self._rank}.{ending}"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write(str(path))
+            if isinstance(path, Path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write(str(path))
+            else:
+                with tempfile.TemporaryDirectory(prefix="titanlite-profile-") as local:
+                    write(str(Path(local, path.name)))
+                    upload(Path(local, path.name), path)
             logger.info(f"{kind} of step {self._step} in {path}")
         except OSError as e:  # a full disk does not end the run
             logger.error(f"{path} cannot be written: {e}")

@@ -15,8 +15,7 @@ from titanlite.checkpoint.find import checkpoints_below
 from titanlite.checkpoint.state import listed, read_train
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import ALLOW_IMPORTS
-from titanlite.config.paths import check_new
-from titanlite.fetch import local_copy
+from titanlite.fetch import check_target, local_copy, new_target
 from titanlite.interop.average import COEFFICIENTS, check_one_model, coefficients, write_average
 from titanlite.interop.dcp import check_hashes, open_titanlite
 from titanlite.interop.weights import Weights, check_own, skeleton
@@ -35,8 +34,8 @@ def main(argv: Sequence[str]) -> int:
     """Write the average and print its path."""
     options = _options().read(argv)
     set_up_logging(rank=0, verbose=False)
-    target: Path = options.output
-    check_new(target, "--output")
+    target: PurePath = options.output
+    check_target(target, "--output")
     if re.fullmatch(r"step-\d+", target.name):
         raise ConfigError(f"{target}: runs name their own checkpoints step-N; choose another name")
     chosen = _chosen(options.path, options.last, options.steps)
@@ -52,7 +51,8 @@ def main(argv: Sequence[str]) -> int:
         for checkpoint in checkpoints:
             check_hashes(checkpoint.path)
             bar.update(_file_bytes(checkpoint))
-        size = write_average(checkpoints, weights, parameters, target, bar.update)
+        with new_target(target) as folder:
+            size = write_average(checkpoints, weights, parameters, folder, bar.update)
     steps = ", ".join(str(step) for step, _ in chosen)
     print(f"{target}: steps {steps} of {chosen[-1][1].parent}, {options.weights} weights, {gib(size)}")
     return 0
@@ -65,7 +65,7 @@ def _options() -> Options:
     add("--last", type=int)
     add("--steps", type=_steps)
     add("--weights", choices=list(COEFFICIENTS), default="uniform")
-    add("-o", "--output", type=Path, required=True)
+    add("-o", "--output", type=location, required=True)
     add("--allow-decayed", action="store_true")
     add(ALLOW_IMPORTS, action="store_true")
     return options

@@ -1,7 +1,8 @@
 """`titanlite export RUN_OR_STEP DIR`: write a checkpoint's model as a Hugging Face directory, which
 `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` open. Adapters are merged into
 their base model or, with --adapter, written in PEFT's format. Runs on the CPU and needs the memory of one
-tensor. An export that fails leaves nothing on the disk."""
+tensor. An export that fails leaves nothing on the disk. DIR may be in a bucket: the directory is made in
+$TMPDIR and uploaded, config.json last; the same command completes an upload that was interrupted."""
 
 from __future__ import annotations
 
@@ -13,8 +14,7 @@ from titanlite.checkpoint.find import find_checkpoint
 from titanlite.commands import parser
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import import_own_components
-from titanlite.config.paths import check_new
-from titanlite.fetch import local_copy
+from titanlite.fetch import check_target, local_copy, new_target
 from titanlite.interop.dcp import check_hashes, open_titanlite
 from titanlite.interop.export import DTYPES, MAX_SHARD_BYTES, ExportFormat, write_adapter, write_directory
 from titanlite.interop.formats import WRITERS, Writer, has_adapters, open_base, open_checkpoint
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser("export").read(argv)
     set_up_logging(rank=0, verbose=False)
     writer = _writer(options)
-    check_new(options.target, "DIR")
+    check_target(options.target, "DIR")
     path = find_checkpoint(local_copy(options.path))
     check_hashes(path)
     job = load_recorded_job(path, options.allow_imports)
@@ -51,12 +51,13 @@ def main(argv: Sequence[str]) -> int:
     tell(f"using {path}")
     max_bytes = options.max_shard_size or MAX_SHARD_BYTES
     form = ExportFormat(DTYPES.get(options.dtype or "bfloat16"), max_bytes, options.keep_padding)
-    if writer is not None:
-        size = writer(weights, options.target, job.model)
-    elif options.adapter:
-        size = write_adapter(weights, options.target, job.model, form.dtype, options.base)
-    else:
-        size = write_directory(weights, options.target, ModelAndTokenizer(job.model, tokenizer), form)
+    with new_target(options.target) as target:
+        if writer is not None:
+            size = writer(weights, target, job.model)
+        elif options.adapter:
+            size = write_adapter(weights, target, job.model, form.dtype, options.base)
+        else:
+            size = write_directory(weights, target, ModelAndTokenizer(job.model, tokenizer), form)
     source = f"the average of the weights in {path}" if options.ema else path
     model = f"{'adapters of ' if options.adapter else ''}{job.model.title}"
     print(f"{options.target}: {model} from {source}, {gib(size)}")

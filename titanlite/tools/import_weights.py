@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from titanlite.checkpoint.digest import gib
 from titanlite.commands import parser
-from titanlite.config.paths import check_new
-from titanlite.fetch import local_copy
+from titanlite.fetch import check_target, local_copy, new_target
 from titanlite.interop.dcp import check_hashes
 from titanlite.interop.export import DTYPES, MAX_SHARD_BYTES, ExportFormat, write_directory
 from titanlite.interop.formats import open_weights
@@ -25,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     """Write the directory and print its path."""
     options, overrides = parser("import").read_known(argv)
     set_up_logging(rank=0, verbose=False)
-    check_new(options.target, "DIR")
+    check_target(options.target, "DIR")
     job = load_job(options.config, overrides, None, options.allow_imports)
     weights = open_weights(local_copy(options.source), job.model, check_base=True)
     if weights.kind == "titanlite":
@@ -36,7 +35,8 @@ def main(argv: Sequence[str]) -> int:
     form = ExportFormat(
         DTYPES.get(options.dtype), options.max_shard_size or MAX_SHARD_BYTES, keep_padding=True
     )
-    size = write_directory(weights, options.target, ModelAndTokenizer(job.model, tokenizer), form)
+    with new_target(options.target) as target:
+        size = write_directory(weights, target, ModelAndTokenizer(job.model, tokenizer), form)
     warn_of_generation_settings(weights, tokenizer)
     print(f"{options.target}: {job.model.title} from {weights.path} ({weights.kind}), {gib(size)}")
     return 0

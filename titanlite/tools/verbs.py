@@ -73,7 +73,7 @@ def add_generate(options: Options) -> None:
 def add_export(options: Options) -> None:
     add = options.add
     add("path", type=location, help="a run folder, its checkpoint folder, or one step-N folder")
-    add("target", type=Path, help="the directory to make")
+    add("target", type=location, help="the directory to make")
     _add_format(options, default_dtype="bfloat16")
     add("--format", default="huggingface", help="huggingface, or nanochat for the model gpt (huggingface)")
     add("--keep-padding", action="store_true", help="keep rows of embedding and head without a token id")
@@ -87,7 +87,7 @@ def add_import(options: Options) -> None:
     add = options.add
     options.usage = "titanlite import [options] SRC DIR CONFIG.toml [--section.key=value ...]"
     add("source", type=location, help="the directory to read")
-    add("target", type=Path, help="the directory to make")
+    add("target", type=location, help="the directory to make")
     add("config", help="a job's TOML file; keys may be overridden as for `titanlite train`")
     _add_format(options, default_dtype="as-is")
     add_allow_imports(options)

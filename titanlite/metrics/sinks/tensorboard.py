@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import time
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from titanlite.metrics.records import append
 from titanlite.metrics.sinks import base as sinks
 from titanlite.metrics.sinks.base import RunInfo, Sink, Values, Writer
 from titanlite.storage import storage_of
+
+MAX_BYTES = 256 << 10  # of a file that is written again for each report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,9 @@ class TensorBoard(Sink, name="tensorboard"):
 class EventFile(Writer):
     """Scalars in an event file in `folder`; text values are left to metrics.jsonl.
 
+    A storage without appends gets further event files of up to MAX_BYTES, of which the last is replaced:
+    TensorBoard reads all files of a folder in the order of their names.
+
     torch's SummaryWriter is not used: the thread that writes its files ends at the first error.
     """
 
@@ -33,7 +38,8 @@ class EventFile(Writer):
         from tensorboard.compat.proto.event_pb2 import Event
 
         storage_of(folder).make_folder(folder)
-        self._path = folder / f"events.out.tfevents.{time.time_ns()}"
+        self._folder, self._name = folder, f"events.out.tfevents.{time.time_ns()}"
+        self._path, self._number, self._data = folder / self._name, 0, b""
         self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
         self._hide_after(from_step)
 
@@ -61,4 +67,11 @@ class EventFile(Writer):
 
         record = io.BytesIO()
         RecordWriter(record).write(event.SerializeToString())
-        append(self._path, record.getvalue())
+        if isinstance(self._path, Path):
+            append(self._path, record.getvalue())
+            return
+        if len(self._data) >= MAX_BYTES:
+            self._number, self._data = self._number + 1, b""
+            self._path = self._folder / f"{self._name}.{self._number:06}"
+        self._data += record.getvalue()
+        storage_of(self._path).put(self._path, self._data)
