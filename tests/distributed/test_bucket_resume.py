@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from tests.support import ranks
 from tests.support.checkpoints import open_run, sharded_toy
-from tests.unit.checkpoint.test_bucket_resume import WIDTH, CountedBytes
+from tests.support.counted_bytes import CountedBytes
 from titanlite import object_store
 from titanlite.checkpoint import commit, node_copies
 from titanlite.storage import parse_path
 
 pytestmark = pytest.mark.full
+WIDTH = 600  # 4.3 MB of weights and optimizer state
 
 
 def save(url: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import Toy, open_run
+from tests.support.counted_bytes import CountedBytes
 from titanlite import object_store
 from titanlite.checkpoint import commit, node_copies
 from titanlite.checkpoint.node_copies import NodeCopies
@@ -18,28 +19,6 @@ from titanlite.ranks import Ranks
 from titanlite.storage import parse_path, storage_of
 
 WIDTH = 600  # 4.3 MB of weights and optimizer state
-
-
-class CountedBytes:
-    """obstore's client, which counts the bytes that it reads."""
-
-    def __init__(self, client: Any):
-        self.client, self.count, self.mutex = client, 0, threading.Lock()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.client, name)
-
-    def get_ranges(self, *args: Any, **options: Any) -> Any:
-        ranges = self.client.get_ranges(*args, **options)
-        with self.mutex:
-            self.count += sum(map(len, ranges))
-        return ranges
-
-    def get(self, *args: Any, **options: Any) -> Any:
-        result = self.client.get(*args, **options)
-        with self.mutex:
-            self.count += result.meta["size"]
-        return result
 
 
 @pytest.fixture
