@@ -22,7 +22,7 @@ from titanlite.train import train
 # Keep equal to the table in docs/object-stores.md.
 KEYS = {
     "job.dump_folder", "checkpoint.initial_load_path", "data.sources.tokens.path",
-    "data.validation_sources.tokens.path",
+    "data.validation_sources.tokens.path", "input", "output",
 }  # fmt: skip
 OPTIONS = {
     ("generate", "path"), ("export", "path"), ("export", "target"), ("import", "source"),
