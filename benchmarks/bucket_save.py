@@ -30,7 +30,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.environment import write_result  # noqa: E402
 from tests.support.buckets import KEYS, new_bucket, seaweedfs  # noqa: E402
-from titanlite import object_store  # noqa: E402
+from titanlite import bucket_objects  # noqa: E402
 from titanlite.checkpoint.digest import digest_file, new_file  # noqa: E402
 from titanlite.job import load_job  # noqa: E402
 from titanlite.storage import parse_path, storage_of  # noqa: E402
@@ -49,9 +49,9 @@ def by_loop(path: PurePath, data: memoryview) -> None:
     digest = hashlib.sha256()
     for start in range(0, len(data), WRITE_BYTES):
         digest.update(data[start : start + WRITE_BYTES])
-    object_store._client(path).put(
-        object_store._key(path), data, use_multipart=True, chunk_size=object_store.PART_BYTES,
-        max_concurrency=object_store.PARTS,
+    bucket_objects.client_of(path).put(
+        bucket_objects.key_of(path), data, use_multipart=True, chunk_size=bucket_objects.PART_BYTES,
+        max_concurrency=bucket_objects.PARTS,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "titanlite"
 LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
     {"files", "errors"},
     {"config", "log", "host_copy", "step_clock", "torch_compat"},
-    {"options", "progress", "table", "parallelism", "cross_entropy_kernel", "storage"},
+    {"options", "progress", "table", "parallelism", "cross_entropy_kernel", "storage", "bucket_objects"},
     {"commands", "object_store"},
     {"attention", "tokenizers", "losses", "mesh", "ranks", "flops"},
     {"data", "models"},

@@ -13,10 +13,6 @@ Files that are appended to are objects NAME.segments/GENERATION.NUMBER, of which
 is small. Replacing the file begins a generation; the newest counts.
 
 The lock is an object with a lease, which a thread renews. Its times are the store's own.
-
-A client of obstore hangs in a process that was forked after its parent used one. So only ranks, commands
-and their spawned processes use these storages, and a client is refused in a forked child of a process that
-has one.
 """
 
 from __future__ import annotations
@@ -25,44 +21,31 @@ import errno
 import io
 import json
 import os
-import random
 import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from fnmatch import fnmatchcase
 from operator import methodcaller
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
+from titanlite import bucket_objects as objects
 from titanlite.config.component import ConfigError
 from titanlite.config.paths import expand_home
 from titanlite.storage import FileVersion, FolderId, Lock, NewFile, P, Storage, parse_path
 
-T = TypeVar("T")
 COMMIT, MANIFEST, SEGMENTS = "COMMIT", "manifest.json", ".segments"
 PARTIAL = re.compile(r"\.partial-(.+)-([0-9a-f]{8})")
 RENAMED = re.compile(r"(?:\.trash-|quarantined-)?step-\d+(?:-.*)?")  # names of folders with a COMMIT
 SEGMENT_BYTES = 256 << 10
-SMALL_BYTES = 8 << 20  # files up to here are created by one request
-PART_BYTES, PARTS = 16 << 20, 4  # of an upload in parts: so many of this size are in host memory per file
-READ_BYTES = 8 << 20  # of a request for a range of a file that is read from one end to the other
 LEASE, RENEWAL_S = timedelta(seconds=60), 15.0
 ABANDONED = timedelta(days=1)  # the age of a checkpoint that has a manifest, and that nobody commits any more
-# Where obstore asks for credentials of the machine's role.
-ROLE = r"/latest/(api/token|meta-data/)|/computeMetadata/|/metadata/identity/"
-CODES = {  # of messages; the kind of an error misleads, as of 403 for a full bucket and of refused lists
-    r"QuotaExceeded|InsufficientStorage|status code: 507": errno.ENOSPC,
-    rf"<Code>(ExpiredToken|InvalidToken|TokenRefreshRequired)<|status code: 40[13]|{ROLE}": errno.EACCES,
-    r"NoSuchBucket|ContainerNotFound|specified bucket does not exist": errno.ENOTDIR,  # no missing file
-}
 SILENCE_S = 300.0  # after a request of an append that was not answered
-CLIENT_OPTIONS = {"allow_http": True}
-RETRIES = {"max_retries": 8, "retry_timeout": timedelta(seconds=120)}  # with exponential back-off and jitter
 
 
 class Segments(NamedTuple):
@@ -100,7 +83,7 @@ class ObjectStore(Storage):
 
     def check_writable(self, folder: PurePath, key: str) -> None:
         """Only checks that obstore is installed: more is not known before the first request."""
-        _obstore()
+        objects.load_obstore()
 
     def exists(self, path: PurePath) -> bool:
         return self.is_folder(path) or self._size(path) is not None
@@ -109,19 +92,21 @@ class ObjectStore(Storage):
         prefix = _resolved(path)
         if prefix is None or RENAMED.fullmatch(path.name):
             return prefix is not None
-        return _request(path, lambda client: any(len(chunk) for chunk in client.list(prefix, chunk_size=1)))
+        return objects.request(
+            path, lambda client: any(len(chunk) for chunk in client.list(prefix, chunk_size=1))
+        )
 
     def size(self, path: PurePath) -> int:
         size = self._size(path)
         if size is None:
-            raise _missing(path)
+            raise objects.missing(path)
         return size
 
     def list(self, folder: P, pattern: str = "*") -> list[P]:
         prefix = _resolved(folder)
         if prefix is None:
             return []
-        listed = _request(folder, lambda client: client.list_with_delimiter(prefix))
+        listed = objects.request(folder, lambda client: client.list_with_delimiter(prefix))
         files = {PurePosixPath(item["path"]).name for item in listed["objects"]} - {COMMIT}
         folders = {PurePosixPath(name).name for name in listed["common_prefixes"]}
         names = files | {name.removesuffix(SEGMENTS) for name in folders}
@@ -133,8 +118,8 @@ class ObjectStore(Storage):
         return found
 
     def files_below(self, folder: P) -> dict[P, FileVersion]:
-        prefix, found = _key(folder), dict[P, FileVersion]()
-        for item in _listed(folder, prefix):
+        prefix, found = objects.key_of(folder), dict[P, FileVersion]()
+        for item in objects.listed(folder, prefix):
             name = item["path"].removeprefix(f"{prefix}/")
             found[folder / name] = FileVersion(item["size"], str(item["e_tag"] or ""))
         return found
@@ -142,37 +127,37 @@ class ObjectStore(Storage):
     def open(self, path: PurePath) -> io.BufferedIOBase:
         key = _resolved(path)
         if key is None:
-            raise _missing(path)
-        if (size := _head(path, key)) is not None:
-            return io.BufferedReader(_Ranges(path, key, size), READ_BYTES)
+            raise objects.missing(path)
+        if (size := objects.head(path, key)) is not None:
+            return io.BufferedReader(objects.Ranges(path, key, size), objects.READ_BYTES)
         if not (segments := _segments(path, key)).keys:
-            raise _missing(path)
-        return io.BytesIO(b"".join(_get(path, name) for name in segments.keys))
+            raise objects.missing(path)
+        return io.BytesIO(b"".join(objects.get(path, name) for name in segments.keys))
 
     def tag(self, path: PurePath) -> str:
-        with _errors(path):
-            return str(_client(path).head(_existing(path))["e_tag"] or "")
+        with objects.errors(path):
+            return str(objects.client_of(path).head(_existing(path))["e_tag"] or "")
 
     def read_tagged(self, path: PurePath, tag: str, start: int, size: int) -> bytes:
         options = {"range": (start, start + size)} | ({"if_match": tag} if tag else {})
-        with _errors(path):
-            return bytes(_client(path).get(_existing(path), options=options).bytes())
+        with objects.errors(path):
+            return bytes(objects.client_of(path).get(_existing(path), options=options).bytes())
 
     def create(self, path: PurePath) -> NewFile:
         key = _resolved(path)
         if key is None:
-            raise _missing(path)
-        return _NewObject(path, key)
+            raise objects.missing(path)
+        return objects.NewObject(path, key)
 
     def put(self, path: PurePath, data: bytes) -> None:
         key = _existing(path)
         segments = _segments(path, key)
         if not segments.keys:
-            _put(path, key, data)
+            objects.put(path, key, data)
             return
         tail = Tail(segments.generation + 1, 0, data)
-        _put(path, _segment_key(key, tail), data)
-        _delete(path, *segments.keys, *segments.outdated, key)
+        objects.put(path, _segment_key(key, tail), data)
+        objects.delete(path, *segments.keys, *segments.outdated, key)
         _tails[str(path)] = tail
 
     def append(self, path: PurePath, data: bytes) -> None:
@@ -190,18 +175,18 @@ class ObjectStore(Storage):
         key, tail = _existing(path), _tails.get(str(path))
         if tail is None:
             segments = _segments(path, key)
-            if _head(path, key) is not None:  # a file that nothing was appended to before
-                tail = Tail(segments.generation + 1, 0, _get(path, key))
+            if objects.head(path, key) is not None:  # a file that nothing was appended to before
+                tail = Tail(segments.generation + 1, 0, objects.get(path, key))
             else:
                 tail = Tail(max(segments.generation, 0), len(segments.keys), b"")
         elif len(tail.data) >= SEGMENT_BYTES:
             tail = Tail(tail.generation, tail.number + 1, b"")
         tail = tail._replace(data=tail.data + data)
         if str(path) in _tails:
-            _put(path, _segment_key(key, tail), tail.data)
+            objects.put(path, _segment_key(key, tail), tail.data)
         else:
             tail = _create_segment(path, key, tail)
-            _delete(path, key)
+            objects.delete(path, key)
         _tails[str(path)] = tail
 
     def rename(self, path: PurePath, target: PurePath) -> None:
@@ -210,21 +195,21 @@ class ObjectStore(Storage):
             return
         keys = _resolved(path)
         if keys is None:
-            raise _missing(path)
+            raise objects.missing(path)
         is_partial = PARTIAL.fullmatch(path.name) is not None
-        pointer = {"keys": keys, "from": None if is_partial else _key(path)}
-        _create(target, f"{_key(target)}/{COMMIT}", json.dumps(pointer).encode())
+        pointer = {"keys": keys, "from": None if is_partial else objects.key_of(path)}
+        objects.create(target, f"{objects.key_of(target)}/{COMMIT}", json.dumps(pointer).encode())
         if not is_partial:
-            _delete(path, f"{_key(path)}/{COMMIT}")
+            objects.delete(path, f"{objects.key_of(path)}/{COMMIT}")
 
     def delete(self, path: PurePath) -> None:
         prefix = _resolved(path)
         if prefix is None or (PARTIAL.fullmatch(path.name) and self._may_be_written(path, prefix)):
             return
-        below = [*_listed(path, prefix), *_listed(path, f"{prefix}{SEGMENTS}")]
-        _delete(path, *([item["path"] for item in below] or [prefix]))
+        below = [*objects.listed(path, prefix), *objects.listed(path, f"{prefix}{SEGMENTS}")]
+        objects.delete(path, *([item["path"] for item in below] or [prefix]))
         if RENAMED.fullmatch(path.name):
-            _delete(path, f"{_key(path)}/{COMMIT}")
+            objects.delete(path, f"{objects.key_of(path)}/{COMMIT}")
         _tails.pop(str(path), None)
 
     def make_folder(self, path: PurePath) -> None:
@@ -237,9 +222,10 @@ class ObjectStore(Storage):
         return None
 
     def lock(self, path: PurePath) -> Lock:
-        if path.parts[0] not in _checked:
-            _check_conditions(path)
-            _checked.add(path.parts[0])
+        bucket = self.name, path.parts[0]
+        if bucket not in objects.checked:
+            objects.check_conditions(path)
+            objects.checked.add(bucket)
         return _Lease(path)
 
     def folder_id(self, folder: PurePath) -> FolderId:
@@ -250,7 +236,7 @@ class ObjectStore(Storage):
         key = _resolved(path)
         if key is None:
             return None
-        if (size := _head(path, key)) is not None:
+        if (size := objects.head(path, key)) is not None:
             return size
         segments = _segments(path, key)
         return segments.size if segments.keys else None
@@ -258,8 +244,8 @@ class ObjectStore(Storage):
     def _rename_file(self, path: PurePath, target: PurePath) -> None:
         """Copy a small file, and delete the first."""
         key, new_key = _existing(path), _existing(target)
-        _create(target, new_key, _get(path, key))
-        _delete(path, key)
+        objects.create(target, new_key, objects.get(path, key))
+        objects.delete(path, key)
 
     def _unfinished(self, folder: PurePath, names: Sequence[str]) -> Sequence[str]:
         """The names of folders of checkpoints whose keys no COMMIT names. `names`: of folders of
@@ -267,8 +253,8 @@ class ObjectStore(Storage):
         committed = {pointer["keys"] for _, pointer in _pointers(folder)}
         found: Any = []
         for name in names:
-            prefix = f"{_key(folder)}/{name}"
-            below = _request(folder, methodcaller("list_with_delimiter", prefix))["common_prefixes"]
+            prefix = f"{objects.key_of(folder)}/{name}"
+            below = objects.request(folder, methodcaller("list_with_delimiter", prefix))["common_prefixes"]
             parts = [PurePosixPath(prefix).name for prefix in below if prefix.rstrip("/") not in committed]
             found += [f".partial-{name}-{part}" for part in parts]
         return found
@@ -277,9 +263,9 @@ class ObjectStore(Storage):
         """Whether an object of an unfinished checkpoint is so new that a process may still be writing to it,
         by the store's own dates. One with a manifest may be finished: a listing did not show its COMMIT, or a
         process that was suspended is about to create it."""
-        items = _listed(path, prefix)
+        items = objects.listed(path, prefix)
         age = ABANDONED if any(PurePosixPath(item["path"]).name == MANIFEST for item in items) else LEASE
-        return bool(items) and _now(path) - max(item["last_modified"] for item in items) < age
+        return bool(items) and objects.now(path) - max(item["last_modified"] for item in items) < age
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,41 +304,8 @@ class AzurePath(S3Path):
 
 PATHS: dict[str, type[PurePosixPath]] = {"s3": S3Path, "gs": GoogleCloudPath, "az": AzurePath}
 
-_clients: dict[tuple[str, str], Any] = {}  # by scheme and bucket
-_opened_in: list[int] = []  # the process that has opened them
-_checked: set[str] = set()  # buckets that heed conditions
 _tails: dict[str, Tail] = {}  # of the files that this process appends to
 _silent_until: dict[str, float] = {}  # by bucket: the time until which nothing is appended
-
-
-def _obstore() -> Any:
-    try:
-        import obstore
-    except ImportError:
-        raise ConfigError("a bucket needs obstore: pip install 'titanlite[cloud]'") from None
-    return obstore
-
-
-def _client(path: PurePath) -> Any:
-    """obstore's client of the bucket of a path."""
-    scheme, bucket = path.storage.name, path.parts[0]  # type: ignore[attr-defined]
-    if _opened_in and _opened_in[0] != os.getpid():
-        raise RuntimeError(
-            f"{path} is used in a process that was forked after its parent had used a bucket, where obstore "
-            "hangs: start the process by spawn or forkserver"
-        )
-    if (scheme, bucket) not in _clients:
-        _obstore()
-        from obstore.store import AzureStore, GCSStore, S3Store
-
-        kinds: Any = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
-        config = {"checksum_algorithm": "SHA256"} if scheme == "s3" else {}
-        _opened_in[:] = [os.getpid()]
-        with _errors(path):
-            _clients[scheme, bucket] = kinds[scheme](
-                bucket, config=config, client_options=CLIENT_OPTIONS, retry_config=RETRIES
-            )
-    return _clients[scheme, bucket]
 
 
 def location(text: str) -> PurePath:
@@ -363,16 +316,11 @@ def location(text: str) -> PurePath:
 
 def forget_clients() -> None:
     """Close all clients, so that the next one has the environment's credentials. For tests."""
-    _clients.clear()
-    _opened_in.clear()
-    _checked.clear()
+    objects.clients.clear()
+    objects.opened_in.clear()
+    objects.checked.clear()
     _tails.clear()
     _silent_until.clear()
-
-
-def _key(path: PurePath) -> str:
-    """The key of a path as it is written, without its bucket."""
-    return "/".join(path.parts[1:])
 
 
 def _resolved(path: PurePath) -> str | None:
@@ -396,27 +344,27 @@ def _existing(path: PurePath) -> str:
     """The key of a file whose folder exists."""
     key = _resolved(path)
     if key is None:
-        raise _missing(path)
+        raise objects.missing(path)
     return key
 
 
 def _pointer(path: PurePath, key: str) -> dict[str, Any] | None:
     """The content of a COMMIT; None if there is none."""
     with suppress(FileNotFoundError):
-        pointer: dict[str, Any] = json.loads(_get(path, key))
+        pointer: dict[str, Any] = json.loads(objects.get(path, key))
         return pointer
     return None
 
 
 def _pointers(folder: PurePath) -> Iterator[tuple[str, dict[str, Any]]]:
     """The keys and contents of all COMMITs in a folder and below."""
-    for item in _listed(folder, _key(folder)):
+    for item in objects.listed(folder, objects.key_of(folder)):
         if item["path"].endswith(f"/{COMMIT}") and (pointer := _pointer(folder, item["path"])) is not None:
             yield item["path"], pointer
 
 
 def _segments(path: PurePath, key: str) -> Segments:
-    items = sorted(_listed(path, f"{key}{SEGMENTS}"), key=lambda item: item["path"])
+    items = sorted(objects.listed(path, f"{key}{SEGMENTS}"), key=lambda item: item["path"])
     newest = items[-1]["path"].rpartition(".")[0] if items else ""
     current = [item for item in items if item["path"].rpartition(".")[0] == newest]
     outdated = [item["path"] for item in items if item["path"].rpartition(".")[0] != newest]
@@ -432,224 +380,10 @@ def _create_segment(path: PurePath, key: str, tail: Tail) -> Tail:
     Returns it with its number."""
     while True:
         try:
-            _create(path, _segment_key(key, tail), tail.data)
+            objects.create(path, _segment_key(key, tail), tail.data)
             return tail
         except FileExistsError:
             tail = tail._replace(number=tail.number + 1)
-
-
-def _listed(path: PurePath, prefix: str) -> list[dict[str, Any]]:
-    """Key, size and date of the objects below a prefix, in the bucket of `path`."""
-    return _request(path, lambda client: [item for chunk in client.list(prefix) for item in chunk])
-
-
-def _head(path: PurePath, key: str) -> int | None:
-    """The bytes of an object; None if there is none."""
-    try:
-        return int(_request(path, lambda client: client.head(key)["size"]))
-    except FileNotFoundError:
-        return None
-
-
-def _get(path: PurePath, key: str) -> bytes:
-    return _request(path, lambda client: bytes(client.get(key).bytes()))
-
-
-def _put(path: PurePath, key: str, data: bytes) -> None:
-    _request(path, lambda client: client.put(key, data, use_multipart=False))
-
-
-def _create(path: PurePath, key: str, data: bytes) -> None:
-    """Create an object. Raises FileExistsError if there is another. After a lost answer, a repeated request
-    finds the object that the first one has created."""
-    try:
-        _request(path, lambda client: client.put(key, data, mode="create", use_multipart=False))
-    except FileExistsError:
-        if _get(path, key) != data:
-            raise
-
-
-def _delete(path: PurePath, *keys: str) -> None:
-    """Delete objects of the bucket of `path`. A missing one is an error of Azure and Google, not of S3."""
-    try:
-        _request(path, methodcaller("delete", list(keys)))
-    except FileNotFoundError:
-        for key in keys if len(keys) > 1 else ():
-            _delete(path, key)
-
-
-def _now(path: PurePath) -> datetime:
-    """The time by the store's clock."""
-    key = f"{path.parts[1]}/.clock-{uuid.uuid4().hex[:8]}"
-    _put(path, key, b"")
-    now: datetime = _request(path, lambda client: client.head(key)["last_modified"])
-    _delete(path, key)
-    return now
-
-
-def _check_conditions(path: PurePath) -> None:
-    """Raises OSError for a store that ignores conditions: two runs could commit one step there."""
-    key = f"{_key(path.parent)}/.condition-{uuid.uuid4().hex[:8]}"
-    _put(path, key, b"1")
-    try:
-        _request(path, lambda client: client.put(key, b"2", mode="create", use_multipart=False))
-    except FileExistsError:
-        return
-    finally:
-        _delete(path, key)
-    raise OSError(
-        errno.ENOTSUP, "this store ignores conditional writes (If-None-Match), which titanlite needs"
-    )
-
-
-def _missing(path: PurePath) -> FileNotFoundError:
-    return FileNotFoundError(errno.ENOENT, "there is no such object", str(path))
-
-
-def _request(path: PurePath, act: Callable[[Any], T]) -> T:
-    """The result of `act` for the client of the bucket of `path`. obstore itself repeats requests, but not
-    one whose answer ends in its middle."""
-    for pause_s in (0.1, 0.4, 1.6, 6.4, None):
-        try:
-            with _errors(path):
-                return act(_client(path))
-        except OSError as e:
-            if pause_s is None or e.errno != errno.EREMOTEIO or "body error" not in str(e):
-                raise
-            time.sleep(pause_s * random.uniform(0.5, 1.0))
-    raise AssertionError("the last attempt returns or raises")
-
-
-@contextmanager
-def _errors(path: PurePath) -> Iterator[None]:
-    """Turns obstore's errors into OSErrors that name the path."""
-    from obstore import exceptions
-
-    kinds: list[tuple[type[Exception], int]] = [
-        (exceptions.NotFoundError, errno.ENOENT),
-        (FileNotFoundError, errno.ENOENT),  # which some versions raise instead
-        (exceptions.AlreadyExistsError, errno.EEXIST),
-        (exceptions.PreconditionError, errno.ESTALE),
-        (exceptions.PermissionDeniedError, errno.EACCES),
-        (exceptions.UnauthenticatedError, errno.EACCES),
-        (Exception, errno.EREMOTEIO),
-    ]
-    try:
-        yield
-    except (exceptions.BaseError, OSError) as e:
-        if isinstance(e, OSError) and e.errno is not None:  # ours, from a call inside
-            raise
-        number = next(number for kind, number in kinds if isinstance(e, kind))
-        number = next((n for code, n in CODES.items() if re.search(code, str(e))), number)
-        raise OSError(number, _reason(str(e)), str(path)) from None
-
-
-def _reason(text: str) -> str:
-    """The reason in the message of one of obstore's errors, which may also have a whole answer of the
-    store. An answer may repeat the credentials, and a URL may hold some: neither is passed on."""
-    status = re.search(r"status code: (\d+ [\w ]+)", text)
-    code, message = (re.search(f"<{tag}>([^<\n]*)", text) for tag in ("Code", "Message"))
-    if status:
-        return ": ".join([status[1].strip(), *(match[1].strip() for match in (code, message) if match)])
-    if re.search(ROLE, text):
-        return "there are no credentials in the environment, and the machine has no role that gives some"
-    text = re.sub(r"\?[^\s)]*", "", re.sub(r"//[^/\s]*@", "//", text))
-    host, cause = re.search(r"//([^/\s]+)", text), re.search(r"HTTP error: (error sending[^\n]*)", text)
-    if host and cause:
-        message = re.search(r'message: "([^"]*)"', text)
-        why = "no answer in time" if "kind: Timeout" in text else message[1] if message else cause[1]
-        return f"{host[1]} does not answer: {why}"
-    return " ".join(text.split("Debug source:")[0].split())[:300]
-
-
-class _Ranges(io.RawIOBase):
-    """An object that is read by requests for ranges."""
-
-    def __init__(self, path: PurePath, key: str, size: int):
-        self._path, self._key, self._size, self._at = path, key, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._range(min(self._at + len(buffer), self._size))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def readall(self) -> bytes:
-        return self._range(self._size)
-
-    def _range(self, end: int) -> bytes:
-        """The bytes from here to `end`, by parallel requests."""
-        starts = range(self._at, end, READ_BYTES)
-        if not starts:
-            return b""
-        ends = [min(start + READ_BYTES, end) for start in starts]
-        options = {"starts": list(starts), "ends": ends, "coalesce": 0}
-        ranges = _request(self._path, lambda client: client.get_ranges(self._key, **options))
-        data = b"".join(map(bytes, ranges))
-        if len(data) != end - self._at:
-            problem = f"{len(data)} of {end - self._at} bytes came back"
-            raise OSError(errno.EREMOTEIO, problem, str(self._path))
-        self._at = end
-        return data
-
-
-class _NewObject:
-    """An object that is written from one end to the other: by one request, or in parts."""
-
-    def __init__(self, path: PurePath, key: str):
-        self._path, self._key, self._data = path, key, io.BytesIO()
-        self._writer: Any = None
-        self._size = 0
-
-    def write(self, data: bytes | memoryview, /) -> int:
-        self._size += len(data)
-        if self._writer is None:
-            self._data.write(data)
-            if self._data.tell() > SMALL_BYTES:
-                self._begin_parts()
-        else:
-            with _errors(self._path):
-                self._writer.write(bytes(data))  # obstore sends it later, and the caller may reuse its memory
-        return len(data)
-
-    def _begin_parts(self) -> None:
-        if _head(self._path, self._key) is not None:
-            raise FileExistsError(errno.EEXIST, "the object exists", str(self._path))
-        with _errors(self._path):
-            self._writer = _obstore().open_writer(
-                _client(self._path), self._key, buffer_size=PART_BYTES, max_concurrency=PARTS
-            )
-            self._writer.write(self._data.getvalue())
-        self._data = io.BytesIO()
-
-    def flush(self) -> None:
-        """Nothing to do: `close` returns when the store has everything."""
-
-    def close(self) -> None:
-        if self._writer is None:
-            _create(self._path, self._key, self._data.getvalue())
-            return
-        try:
-            with _errors(self._path):
-                self._writer.close()
-        except FileNotFoundError:  # as after a lost answer: the repeated request finds no upload in progress
-            if _head(self._path, self._key) != self._size:
-                raise
-
-    def abort(self) -> None:
-        self._writer = None
 
 
 class _Lease(Lock):
@@ -657,7 +391,7 @@ class _Lease(Lock):
     not replaced it for LEASE has lost it, and so has one whose process is known to have ended."""
 
     def __init__(self, path: PurePath):
-        self._path, self._key = path, _key(path)
+        self._path, self._key = path, objects.key_of(path)
         self._token, self._text = uuid.uuid4().hex, ""
         self._version: Any = None
         self._renewed = time.monotonic()
@@ -705,7 +439,7 @@ class _Lease(Lock):
     def _read(self) -> tuple[Any, dict[str, Any]]:
         """Version and date of the object, and its content; None and {} if there is none."""
         try:
-            meta, content = _request(self._path, self._get)
+            meta, content = objects.request(self._path, self._get)
         except FileNotFoundError:
             return None, {}
         try:
@@ -722,7 +456,7 @@ class _Lease(Lock):
             return True
         if (here := _machine()) and content.get("machine") == here and _has_ended(content.get("pid")):
             return True
-        return bool(_now(self._path) - meta["last_modified"] > LEASE)
+        return bool(objects.now(self._path) - meta["last_modified"] > LEASE)
 
     def _write(self, mode: Any) -> None:
         """Replace the object under a condition. After a lost answer, a repeated request finds the object that
@@ -730,7 +464,7 @@ class _Lease(Lock):
         content = {"token": self._token, "text": self._text, "machine": _machine(), "pid": os.getpid()}
         data = json.dumps(content).encode()
         try:
-            result = _request(
+            result = objects.request(
                 self._path, methodcaller("put", self._key, data, mode=mode, use_multipart=False)
             )
         except OSError as e:
@@ -767,7 +501,7 @@ class _Lease(Lock):
         for pointer in pointers.values():
             before = f"{pointer['from']}/{COMMIT}"
             if pointer["from"] and pointers.get(before, {}).get("keys") == pointer["keys"]:
-                _delete(self._path, before)
+                objects.delete(self._path, before)
 
 
 def _version_of(meta: Any) -> dict[str, str]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.support import ranks
 from tests.support.checkpoints import open_run, sharded_toy
 from tests.support.counted_bytes import CountedBytes
-from titanlite import object_store
+from titanlite import bucket_objects
 from titanlite.checkpoint import commit, node_copies
 from titanlite.storage import parse_path
 
@@ -33,8 +33,8 @@ def resume(url: str, temporary: str, spare: int) -> int:
     """The bytes that this rank reads."""
     tempfile.tempdir, node_copies.SPARE_BYTES = temporary, spare
     folder: Any = parse_path(url)
-    client = CountedBytes(object_store._client(folder))
-    object_store._clients.update(dict.fromkeys(object_store._clients, client))
+    client = CountedBytes(bucket_objects.client_of(folder))
+    bucket_objects.clients.update(dict.fromkeys(bucket_objects.clients, client))
     run, toy = open_run(folder), sharded_toy(dist.get_world_size(), WIDTH, seed=1)
     run.load(toy.state)
     run.close()

@@ -32,7 +32,7 @@ from tests.support.buckets import (
 from tests.support.checkpoints import go, shards
 from tests.support.jobs import make_job, tiny_arguments
 from tests.support.tiers import full
-from titanlite import cli, object_store
+from titanlite import bucket_objects, cli, object_store
 from titanlite.checkpoint import commit, resume
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.digest import first_fault, write_file
@@ -70,8 +70,8 @@ def proxy(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyP
         Server("s3", s3_endpoint).use(monkeypatch, opened.endpoint)
         for name, value in SECRETS.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(object_store, "RETRIES", QUICK)
-        monkeypatch.setattr(object_store, "CLIENT_OPTIONS", {"allow_http": True, "timeout": "0.5s"})
+        monkeypatch.setattr(bucket_objects, "RETRIES", QUICK)
+        monkeypatch.setattr(bucket_objects, "CLIENT_OPTIONS", {"allow_http": True, "timeout": "0.5s"})
         yield opened
     object_store.forget_clients()
 
@@ -114,7 +114,7 @@ def committed(folder: PurePath) -> list[int]:
 
 def secrets_in(texts: Iterable[bytes], folder: PurePath, local: Path) -> set[str]:
     """The secrets that are in some text, in an object of a bucket or in a local file."""
-    objects = (object_store._get(folder, item["path"]) for item in object_store._listed(folder, ""))
+    objects = (bucket_objects.get(folder, item["path"]) for item in bucket_objects.listed(folder, ""))
     files = (file.read_bytes() for file in local.rglob("*") if file.is_file())
     return {
         secret
@@ -165,7 +165,7 @@ def test_a_start_that_the_store_refuses_is_one_line(
     assert str(run_folder) in lines[0]
     assert len(lines) == 1, lines
     proxy.rule = lambda method, path: ""
-    assert object_store._listed(run_folder, "") == []
+    assert bucket_objects.listed(run_folder, "") == []
 
 
 def test_after_credentials_have_expired_the_same_command_goes_on_and_none_is_told(
@@ -333,7 +333,7 @@ def test_rclone_which_ignores_conditions_is_refused(
     with rclone(tmp_path / "served") as endpoint:
         Server("s3", endpoint).use(monkeypatch)
         folder = parse_path("s3://bucket/run")
-        client = object_store._client(folder)
+        client = bucket_objects.client_of(folder)
         for data in (b"first", b"second"):  # if this fails one day, rclone has learned conditional writes
             client.put("a", data, mode="create", use_multipart=False)
         assert bytes(client.get("a").bytes()) == b"second"
@@ -393,7 +393,7 @@ def test_a_checkpoint_without_its_commit_does_not_exist(
 ) -> None:
     """Somebody deletes COMMIT, or a checkpoint that retention is about to delete."""
     paths = {step: save(folder, step) for step in (1, 2, 3, 4)}
-    object_store._delete(folder, f"{object_store._key(paths[3])}/COMMIT")
+    bucket_objects.delete(folder, f"{bucket_objects.key_of(paths[3])}/COMMIT")
     assert [step for step, _ in commit.list_committed(folder)] == [1, 2, 4]
     is_kept = commit.is_kept
 
@@ -409,13 +409,13 @@ def test_a_checkpoint_without_its_commit_does_not_exist(
     assert [step for step, _ in commit.list_committed(folder)] == [2, 4]
     monkeypatch.setattr(object_store, "ABANDONED", timedelta(0))
     commit.clean(folder)
-    assert not object_store._listed(folder, f"{object_store._key(folder)}/step-3")
+    assert not bucket_objects.listed(folder, f"{bucket_objects.key_of(folder)}/step-3")
     assert commit.fault(paths[4]) is None
 
 
 def test_a_checkpoint_whose_file_was_deleted_is_quarantined(folder: PurePath) -> None:
     assert go(folder, 4) is None
-    object_store._delete(folder, f"{object_store._resolved(folder / 'checkpoint/step-4')}/train.json")
+    bucket_objects.delete(folder, f"{object_store._resolved(folder / 'checkpoint/step-4')}/train.json")
     assert go(folder, 6) == 3
     assert committed(folder) == [1, 2, 3, 4, 5, 6]
     faults: list[resume.Fault] = []
@@ -470,8 +470,8 @@ def test_requests_that_arrive_twice_change_nothing(
     proxy: FaultyProxy, run_folder: PurePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy.rule = lambda method, path: "twice"
-    large = os.urandom(object_store.SMALL_BYTES + 1)
-    monkeypatch.setattr(object_store, "PART_BYTES", 5 << 20)
+    large = os.urandom(bucket_objects.SMALL_BYTES + 1)
+    monkeypatch.setattr(bucket_objects, "PART_BYTES", 5 << 20)
     checkpoints = run_folder / "checkpoint"
     with FolderLock(run_folder) as lock:
         lock.take()
@@ -497,7 +497,7 @@ def test_requests_that_arrive_twice_change_nothing(
 def test_an_upload_that_is_completed_twice_is_no_failure(folder: PurePath, is_sent: bool) -> None:
     """After a lost answer, some stores do not know the upload any more when the request is repeated."""
     file: Any = storage_of(folder).create(folder / "large")
-    file.write(bytes(object_store.SMALL_BYTES + 1))
+    file.write(bytes(bucket_objects.SMALL_BYTES + 1))
     writer, ends = file._writer, pytest.raises(FileNotFoundError) if not is_sent else nullcontext()
 
     class Repeats:
@@ -520,7 +520,9 @@ def prepared(folder: PurePath, case: str) -> dict[str, Any]:
     partial = commit.begin(folder / "checkpoint", 5)
     storage_of(partial).put(partial / "__0_0.distcp", b"half")
     if case == "damaged":
-        object_store._put(folder, f"{object_store._resolved(folder / 'checkpoint/step-4')}/__0_0.distcp", b"")
+        bucket_objects.put(
+            folder, f"{object_store._resolved(folder / 'checkpoint/step-4')}/__0_0.distcp", b""
+        )
     return {"keep_latest_k": 3, "load_step": 3 if case == "rewind" else -1}
 
 
@@ -550,8 +552,8 @@ def test_a_kill_at_any_request_of_a_start_loses_nothing(
         for archive in storage_of(run).list(run / "checkpoint", "archived-*"):
             owners += [object_store._resolved(path) for _, path in commit.list_committed(archive)]
         owners += [object_store._resolved(path) for path in quarantined]
-        prefix = object_store._key(run / "checkpoint")
-        for item in object_store._listed(run, prefix):
+        prefix = bucket_objects.key_of(run / "checkpoint")
+        for item in bucket_objects.listed(run, prefix):
             is_owned = item["path"].startswith(tuple(f"{key}/" for key in owners))
             assert is_owned or item["path"].endswith("/COMMIT"), item["path"]
         if done:

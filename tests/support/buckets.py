@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from titanlite import object_store
+from titanlite import bucket_objects, object_store
 from titanlite.storage import parse_path
 
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "secret-of-the-test", "AWS_REGION": "us-east-1"}
@@ -83,8 +83,8 @@ class Server(NamedTuple):
         """A run folder in an empty bucket."""
         if not self.endpoint:
             name = f"bucket-{uuid.uuid4().hex[:12]}"
-            object_store._clients[self.scheme, name] = pytest.importorskip("obstore.store").MemoryStore()
-            object_store._opened_in[:] = [os.getpid()]
+            bucket_objects.clients[self.scheme, name] = pytest.importorskip("obstore.store").MemoryStore()
+            bucket_objects.opened_in[:] = [os.getpid()]
             return parse_path(f"{self.scheme}://{name}/runs/first")
         make = new_bucket if self.scheme == "s3" else new_container
         return parse_path(f"{self.scheme}://{make(self.endpoint)}/runs/first")
@@ -376,14 +376,14 @@ class KilledAt:
 
 def ends_by_itself(work: Callable[[], object], number: int, before: bool) -> bool:
     """Whether `work` ends without being killed at its n-th request that changes something."""
-    whole = dict(object_store._clients)
+    whole = dict(bucket_objects.clients)
     killed = {key: KilledAt(client, number, before) for key, client in whole.items()}
-    object_store._clients.update(killed)
+    bucket_objects.clients.update(killed)
     try:
         work()
         return True
     except Killed:
         return False
     finally:
-        object_store._clients.update(whole)
+        bucket_objects.clients.update(whole)
         object_store._tails.clear()

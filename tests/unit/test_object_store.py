@@ -18,7 +18,7 @@ import pytest
 from tests.support.buckets import AZURE, KEYS, Server, bucket_server, ends_by_itself, faulty_proxy
 from tests.support.jobs import make_job
 from tests.support.tiers import full
-from titanlite import cli, object_store
+from titanlite import bucket_objects, cli, object_store
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.digest import write_file
 from titanlite.checkpoint.lock import FolderLock
@@ -78,7 +78,7 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(tmp_path: Path, corpus: Path, fo
     assert train(make_job(tmp_path, corpus, *RUN, dump_folder, "--training.steps=5")) == 0
     assert [step for step, _ in commit.list_committed(checkpoints)] == [4, 5]
     keys = object_store._resolved(checkpoints / "step-5")
-    object_store._put(folder, f"{keys}/__0_0.distcp", b"damage")
+    bucket_objects.put(folder, f"{keys}/__0_0.distcp", b"damage")
     assert train(make_job(tmp_path, corpus, *RUN, dump_folder, "--training.steps=7")) == 0
     assert names(checkpoints) == ["quarantined-step-5-0", "step-4", "step-6", "step-7"]
     assert commit.read_manifest(checkpoints / "step-7")["commit"] == "create"
@@ -86,7 +86,7 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(tmp_path: Path, corpus: Path, fo
         assert content(folder, name) == content(local.folder, name)
     assert losses(folder) == losses(local.folder)
     everything = b"".join(
-        object_store._get(folder, item["path"]) for item in object_store._listed(folder, "runs")
+        bucket_objects.get(folder, item["path"]) for item in bucket_objects.listed(folder, "runs")
     )
     for secret in (KEYS["AWS_SECRET_ACCESS_KEY"], AZURE[0]["AZURE_STORAGE_ACCOUNT_KEY"]):
         assert secret.encode() not in everything
@@ -128,7 +128,7 @@ def test_a_kill_at_any_request_loses_nothing(
                 assert commit.fault(path) is None
             # Nothing is left over: every object belongs to one of these, or to the run folder.
             owners = (*(f"{key}/" for key in keys),)
-            for item in object_store._listed(run, f"runs/first/{number}/checkpoint"):
+            for item in bucket_objects.listed(run, f"runs/first/{number}/checkpoint"):
                 assert item["path"].startswith(owners) or item["path"].endswith("/COMMIT"), item["path"]
     assert number > 8
 
@@ -150,7 +150,7 @@ def test_only_the_name_of_a_commit_decides(folder: PurePath) -> None:
 @OVER_HTTP
 def test_a_lost_answer_to_a_commit_is_no_failure(folder: PurePath, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client repeats a request whose answer it did not get, and is refused."""
-    client = object_store._client(folder)
+    client = bucket_objects.client_of(folder)
 
     class Repeats:
         def __getattr__(self, name: str) -> Any:
@@ -160,7 +160,7 @@ def test_a_lost_answer_to_a_commit_is_no_failure(folder: PurePath, monkeypatch: 
             client.put(*args, **kwargs)
             return client.put(*args, **kwargs)
 
-    monkeypatch.setattr(object_store, "_clients", {key: Repeats() for key in object_store._clients})
+    monkeypatch.setattr(bucket_objects, "clients", {key: Repeats() for key in bucket_objects.clients})
     save(folder, 5)
     assert [step for step, _ in commit.list_committed(folder)] == [5]
 
@@ -169,7 +169,7 @@ def test_a_missing_object_keeps_no_other_from_being_deleted(
     folder: PurePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on Google, where it is an error that ends the deletion of a list."""
-    client = object_store._client(folder)
+    client = bucket_objects.client_of(folder)
 
     class Google:
         def __getattr__(self, name: str) -> Any:
@@ -180,18 +180,18 @@ def test_a_missing_object_keeps_no_other_from_being_deleted(
                 client.head(key)
                 client.delete(key)
 
-    monkeypatch.setattr(object_store, "_clients", {key: Google() for key in object_store._clients})
-    object_store._put(folder, "a", b"")
-    object_store._delete(folder, "missing", "a", "missing as well")
-    object_store._delete(folder, "missing")
-    assert object_store._listed(folder, "") == []
+    monkeypatch.setattr(bucket_objects, "clients", {key: Google() for key in bucket_objects.clients})
+    bucket_objects.put(folder, "a", b"")
+    bucket_objects.delete(folder, "missing", "a", "missing as well")
+    bucket_objects.delete(folder, "missing")
+    assert bucket_objects.listed(folder, "") == []
 
 
 @OVER_HTTP
 def test_a_store_that_ignores_conditions_is_refused(
     folder: PurePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = object_store._client(folder)
+    client = bucket_objects.client_of(folder)
 
     class Careless:
         def __getattr__(self, name: str) -> Any:
@@ -200,7 +200,7 @@ def test_a_store_that_ignores_conditions_is_refused(
         def put(self, key: str, data: bytes, **options: Any) -> Any:
             return client.put(key, data)
 
-    monkeypatch.setattr(object_store, "_clients", {key: Careless() for key in object_store._clients})
+    monkeypatch.setattr(bucket_objects, "clients", {key: Careless() for key in bucket_objects.clients})
     with pytest.raises(ConfigError, match="this store ignores conditional writes"):
         FolderLock(folder).take()
 
@@ -237,7 +237,7 @@ def test_a_lease_that_another_process_has_taken_is_lost(
     lock = storage_of(folder).lock(folder / "LOCK")
     assert lock.try_take()
     assert not lock.is_lost()
-    object_store._put(folder, "runs/first/LOCK", b'{"token": "other"}')
+    bucket_objects.put(folder, "runs/first/LOCK", b'{"token": "other"}')
     lock._renewals.join(30)
     assert lock.is_lost()
 
@@ -251,7 +251,7 @@ def test_an_unfinished_checkpoint_of_a_living_process_is_not_swept(
     assert storage_of(partial).read(partial / "a") == b"new"
     monkeypatch.setattr(object_store, "LEASE", timedelta(0))
     commit.clean(folder)
-    assert not object_store._listed(folder, "runs/first/step-5")
+    assert not bucket_objects.listed(folder, "runs/first/step-5")
 
 
 def test_appends_survive_a_kill_and_a_replacement(folder: PurePath, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def test_appends_survive_a_kill_and_a_replacement(folder: PurePath, monkeypatch:
     storage.put(path, b"kept\n")
     storage.append(path, b"next\n")
     assert storage.read(path) == b"kept\nnext\n"
-    assert len(object_store._listed(folder, "runs/first")) == 1
+    assert len(bucket_objects.listed(folder, "runs/first")) == 1
     storage.delete(path)
     assert not storage.exists(path)
 
@@ -279,7 +279,7 @@ def test_appends_survive_a_kill_and_a_replacement(folder: PurePath, monkeypatch:
 def test_large_files_are_sent_in_parts_and_read_by_ranges(
     folder: PurePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = os.urandom(object_store.SMALL_BYTES + 3 * object_store.PART_BYTES + 12345)
+    data = os.urandom(bucket_objects.SMALL_BYTES + 3 * bucket_objects.PART_BYTES + 12345)
     storage, path = storage_of(folder), folder / "large"
     file, reused = storage.create(path), bytearray(1 << 20)  # torch.save writes from memory that it reuses
     for start in range(0, len(data), 1 << 20):
@@ -317,7 +317,7 @@ def test_a_forked_child_is_refused_in_place_of_a_hang(folder: PurePath) -> None:
 
 def test_a_store_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     Server("s3", "http://127.0.0.1:9").use(monkeypatch)
-    monkeypatch.setattr(object_store, "RETRIES", {"max_retries": 0})
+    monkeypatch.setattr(bucket_objects, "RETRIES", {"max_retries": 0})
     try:
         with pytest.raises(ConfigError) as error:
             FolderLock(parse_path("s3://bucket/run")).take()
@@ -331,7 +331,7 @@ def test_missing_credentials_are_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     for name in KEYS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(object_store, "RETRIES", {"max_retries": 0})
+    monkeypatch.setattr(bucket_objects, "RETRIES", {"max_retries": 0})
     folder = parse_path("s3://bucket/run")
     try:
         with pytest.raises(
@@ -390,7 +390,7 @@ def test_commands_read_a_run_in_a_bucket(
     copies = list((tmp_path / "user_cache/titanlite/fetched").glob("*/step-4"))
     assert len(copies) == 1
     keys = object_store._resolved(folder / "checkpoint/step-2")
-    object_store._put(folder, f"{keys}/__0_0.distcp", b"damage")
+    bucket_objects.put(folder, f"{keys}/__0_0.distcp", b"damage")
     assert cli.run(["export", f"{url}/checkpoint/step-2", str(tmp_path / "other")]) == 3
     assert "is damaged" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
@@ -412,8 +412,8 @@ def test_faults_of_the_network_change_nothing(
 ) -> None:
     """One request in five is refused, torn, slow, carried out twice or without an answer, or not at all."""
     backoff = {"init_backoff": timedelta(seconds=0.01), "max_backoff": timedelta(seconds=0.1), "base": 2}
-    monkeypatch.setattr(object_store, "RETRIES", {"max_retries": 20, "backoff": backoff})
-    checkpoints, large = folder / "checkpoint", os.urandom(object_store.SMALL_BYTES + 12345)
+    monkeypatch.setattr(bucket_objects, "RETRIES", {"max_retries": 20, "backoff": backoff})
+    checkpoints, large = folder / "checkpoint", os.urandom(bucket_objects.SMALL_BYTES + 12345)
     with faulty_proxy(server.endpoint, seed) as proxy:
         server.use(monkeypatch, proxy.endpoint)
         with FolderLock(folder) as lock:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.checkpoints import Toy, open_run
 from tests.support.counted_bytes import CountedBytes
-from titanlite import object_store
+from titanlite import bucket_objects, object_store
 from titanlite.checkpoint import commit, node_copies
 from titanlite.checkpoint.node_copies import NodeCopies
 from titanlite.checkpoint.reader import load_tensors
@@ -38,8 +38,8 @@ def run_folder(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def counted(run_folder: PurePath, monkeypatch: pytest.MonkeyPatch) -> CountedBytes:
-    client = CountedBytes(object_store._client(run_folder))
-    monkeypatch.setattr(object_store, "_clients", dict.fromkeys(object_store._clients, client))
+    client = CountedBytes(bucket_objects.client_of(run_folder))
+    monkeypatch.setattr(bucket_objects, "clients", dict.fromkeys(bucket_objects.clients, client))
     return client
 
 
@@ -76,9 +76,9 @@ def test_a_damaged_shard_is_found_before_it_is_used(
 ) -> None:
     monkeypatch.setattr(node_copies, "SPARE_BYTES", room)
     key = object_store._resolved(run_folder / "checkpoint/step-2/__0_0.distcp")
-    data = bytearray(object_store._get(run_folder, str(key)))
+    data = bytearray(bucket_objects.get(run_folder, str(key)))
     data[len(data) // 2] ^= 1
-    object_store._put(run_folder, str(key), bytes(data))
+    bucket_objects.put(run_folder, str(key), bytes(data))
     assert resumed(run_folder).state.step == 1
     names = {path.name for path in storage_of(run_folder).list(run_folder / "checkpoint")}
     assert names >= {"step-1", "quarantined-step-2-0"}

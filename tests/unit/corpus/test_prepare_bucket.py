@@ -23,7 +23,7 @@ import pytest
 from tests.support.buckets import KEYS, faulty_proxy, s3_server, seaweedfs
 from tests.support.counted_storage import url
 from tests.support.tiers import full, sampled
-from titanlite import cli, object_store
+from titanlite import bucket_objects, cli, object_store
 from titanlite.corpus import pipeline, shared_work
 from titanlite.corpus.bucket_files import find_inputs
 from titanlite.corpus.stages import JobState
@@ -92,9 +92,9 @@ def objects(folder: PurePath) -> dict[str, bytes]:
     """All objects in a folder of a bucket, or all files of a folder on a disk."""
     if isinstance(folder, Path):
         return {file.name: file.read_bytes() for file in folder.iterdir()}
-    start = f"{object_store._key(folder)}/"
-    items = object_store._listed(folder, start)
-    return {i["path"].removeprefix(start): object_store._get(folder, i["path"]) for i in items}
+    start = f"{bucket_objects.key_of(folder)}/"
+    items = bucket_objects.listed(folder, start)
+    return {i["path"].removeprefix(start): bucket_objects.get(folder, i["path"]) for i in items}
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_the_bytes_are_those_on_a_disk(
 def test_shards_are_sent_in_parts(
     raw: Path, output: PurePath, reference: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_store, "SMALL_BYTES", 100)
+    monkeypatch.setattr(bucket_objects, "SMALL_BYTES", 100)
     prepare(output, raw, *FILTERS)
     assert objects(output) == reference
 
@@ -218,7 +218,7 @@ def test_two_workers_that_complete_at_once_take_nothing_away(
         prepare(output, raw, *FILTERS, "--worker=1/2")
         assert shared_work.is_made(output)
         describe(*args)
-        client = object_store._client(output)
+        client = bucket_objects.client_of(output)
 
         class Watched:
             def __getattr__(self, name: str) -> Any:
@@ -228,7 +228,7 @@ def test_two_workers_that_complete_at_once_take_nothing_away(
                 client.delete(keys)
                 missing.extend(reference.keys() - objects(output).keys())
 
-        monkeypatch.setattr(object_store, "_clients", {key: Watched() for key in object_store._clients})
+        monkeypatch.setattr(bucket_objects, "clients", {key: Watched() for key in bucket_objects.clients})
 
     prepare(output, raw, *FILTERS, "--worker=1/2")
     monkeypatch.setattr(pipeline, "_describe", other_is_first)
@@ -271,9 +271,9 @@ def killed(
     output: PurePath, number: int, before: bool, monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]
 ) -> tuple[bool, KilledAt]:
     """Call `work`, which is killed at a request. Returns whether it was, and the client."""
-    client = KilledAt(object_store._client(output), number, before)
+    client = KilledAt(bucket_objects.client_of(output), number, before)
     with monkeypatch.context() as patch:
-        patch.setattr(object_store, "_clients", dict.fromkeys(object_store._clients, client))
+        patch.setattr(bucket_objects, "clients", dict.fromkeys(bucket_objects.clients, client))
         try:
             work()
         except Killed:
@@ -304,7 +304,7 @@ def test_a_kill_at_any_request_loses_nothing(
     calls = counted(monkeypatch)
     for number in numbers:
         target = output.parent / str(number) / output.name
-        object_store._checked.clear()
+        bucket_objects.checked.clear()
         was_killed, client = killed(
             target, number, before, monkeypatch, partial(prepare, target, raw, *FILTERS)
         )
@@ -517,7 +517,7 @@ def test_what_no_work_can_cure_is_one_line_before_any_work(
         refused("s3://there-is-no-such-bucket/data", "cannot be written to: ")
         refused(output, "cannot be read: ", "s3://there-is-no-such-bucket/data")
     assert objects(output) == {}
-    client = object_store._client(output)
+    client = bucket_objects.client_of(output)
 
     class Careless:
         def __getattr__(self, name: str) -> Any:
@@ -526,8 +526,8 @@ def test_what_no_work_can_cure_is_one_line_before_any_work(
         def put(self, key: str, data: bytes, **options: Any) -> Any:
             return client.put(key, data)
 
-    object_store._checked.clear()
-    monkeypatch.setattr(object_store, "_clients", {key: Careless() for key in object_store._clients})
+    bucket_objects.checked.clear()
+    monkeypatch.setattr(bucket_objects, "clients", {key: Careless() for key in bucket_objects.clients})
     refused(output, "ignores conditional writes")
     assert objects(output) == {}
 
@@ -556,7 +556,7 @@ def test_a_full_bucket_ends_the_command_which_then_continues(
 ) -> None:
     from obstore.exceptions import GenericError
 
-    client = object_store._client(output)
+    client = bucket_objects.client_of(output)
 
     class Full:
         def __getattr__(self, name: str) -> Any:
@@ -568,7 +568,7 @@ def test_a_full_bucket_ends_the_command_which_then_continues(
             return client.put(key, data, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(object_store, "_clients", {key: Full() for key in object_store._clients})
+        patch.setattr(bucket_objects, "clients", {key: Full() for key in bucket_objects.clients})
         assert command(output, raw, *FILTERS) == 2
     assert f"{output}/00001.idx: 507 Insufficient Storage" in capsys.readouterr().err.splitlines()[-1]
     assert not shared_work.is_made(output)
@@ -586,7 +586,7 @@ def test_faults_of_the_network_change_nothing(
 ) -> None:
     """One request in five is refused, torn, slow, carried out without an answer, or not carried out."""
     backoff = {"init_backoff": timedelta(seconds=0.01), "max_backoff": timedelta(seconds=0.1), "base": 2}
-    monkeypatch.setattr(object_store, "RETRIES", {"max_retries": 20, "backoff": backoff})
+    monkeypatch.setattr(bucket_objects, "RETRIES", {"max_retries": 20, "backoff": backoff})
     source = output.parent / "raw"
     put(source, raw)
     prepare(tmp_path / "local", source, *FILTERS)
