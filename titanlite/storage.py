@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 import shutil
 import stat
 from abc import ABC, abstractmethod
@@ -23,12 +22,11 @@ from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 from titanlite import files
 from titanlite.config.component import Component, ConfigError, suggest
-from titanlite.config.paths import check_writable
+from titanlite.config.paths import URL, check_writable
 from titanlite.log import logger
 
 P = TypeVar("P", bound=PurePath)
 COPY_BYTES = 16 << 20  # of a file that is copied, in memory at a time
-SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
 
 
 class NewFile(Protocol):
@@ -355,9 +353,12 @@ def storage_of(path: PurePath) -> Storage:
 
 def parse_path(text: str, key: str | None = None) -> PurePath:
     """The path that a text names, such as the value of the TOML key `key`. Raises ConfigError for a scheme
-    that no storage has."""
-    scheme = match[1] if (match := SCHEME.match(text)) else None
+    that no storage has, and for one slash after a scheme, which would name a local folder `s3:`."""
+    scheme = match[1] if (match := URL.match(text)) else None
     if scheme is None:
+        start = text.partition(":/")[0]
+        if start.lower() in Storage.choices and text != start:
+            raise ConfigError(f"{text}: a URL of this storage begins with {start.lower()}://", key)
         return Path(text)
     if scheme not in Storage.choices:
         known = suggest(scheme, Storage.choices)

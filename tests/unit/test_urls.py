@@ -57,6 +57,12 @@ def test_a_key_of_local_paths_refuses_a_url(
         make_job(tmp_path, corpus, *tokenizer, f"--{key}=s3://b/x")
 
 
+def test_a_misspelt_url_is_no_local_folder(tmp_path: Path, corpus: Path) -> None:
+    for url in "s3:/b/x", "S3://b/x":
+        with pytest.raises(ConfigError, match=rf"job.dump_folder: {url}: .*s3"):
+            make_job(tmp_path, corpus, f"--job.dump_folder={url}")
+
+
 def test_every_option_takes_a_url_or_refuses_it() -> None:
     found = {}
     for verb in commands.verbs():

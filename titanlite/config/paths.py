@@ -13,7 +13,7 @@ from titanlite.files import if_on_hub
 IS_PATH, TAKES_URL = "path", "url"
 PathText = Annotated[str, IS_PATH]  # the type of a key that names a local file or folder; `~` is expanded
 UrlText = Annotated[str, IS_PATH, TAKES_URL]  # of a key that may also be the URL of a storage
-URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def check_local(path: str) -> None:

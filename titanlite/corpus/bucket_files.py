@@ -8,9 +8,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 
 from titanlite.config.component import ConfigError
+from titanlite.config.paths import URL
 from titanlite.data.text_files import remember_listed
 from titanlite.data.text_formats import METADATA, find_files, has_text, is_dataset, no_files, tell_passed_over
-from titanlite.storage import SCHEME, FileVersion, parse_path, storage_of
+from titanlite.storage import FileVersion, parse_path, storage_of
 
 WILDCARDS = "*?["
 
@@ -18,7 +19,7 @@ WILDCARDS = "*?["
 def find_inputs(patterns: Sequence[str], key: str) -> list[PurePath]:
     """Return the files that paths, directories, globs and URLs name, sorted by path, without duplicates. URLs
     are read as paths are (`find_files`). Raises ConfigError."""
-    urls = [pattern for pattern in patterns if SCHEME.match(pattern)]
+    urls = [pattern for pattern in patterns if URL.match(pattern)]
     local = [pattern for pattern in patterns if pattern not in urls]
     files = set[PurePath](find_files(local, key, is_told=True) if local else [])
     passed_over = Counter[str]()

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 
 from titanlite.config.component import ConfigError
+from titanlite.config.paths import URL
 from titanlite.files import if_on_hub
 from titanlite.log import tell
-from titanlite.storage import SCHEME
 
 LINES = (".jsonl", ".ndjson", ".json", ".jsonlines", ".jl")
 COMPRESSIONS = {".gz": ".gz", ".gzip": ".gz", ".zst": ".zst", ".zstd": ".zst"}
@@ -45,7 +45,7 @@ def find_files(patterns: Sequence[str], key: str, is_told: bool = False) -> list
     files: dict[Path, Path] = {}  # by resolved path: a file with two names is read once
     passed_over = Counter[str]()
     for pattern in patterns:
-        if SCHEME.match(pattern):
+        if URL.match(pattern):
             raise ConfigError(
                 f"{pattern}: texts are read from a local disk here; `titanlite prepare` reads them from a "
                 'bucket into a dataset for the source name = "tokens"',
