@@ -119,8 +119,8 @@ def delete(path: PurePath, *keys: str) -> None:
 
 
 def now(path: PurePath) -> datetime:
-    """The time by the store's clock."""
-    key = f"{path.parts[1]}/.clock-{uuid.uuid4().hex[:8]}"
+    """The time by the store's clock, by the date of an object that is made beside `path` and deleted."""
+    key = f"{key_of(path.parent)}/.clock-{uuid.uuid4().hex[:8]}"
     put(path, key, b"")
     now: datetime = request(path, lambda client: client.head(key)["last_modified"])
     delete(path, key)

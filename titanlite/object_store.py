@@ -26,7 +26,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -41,11 +41,12 @@ from titanlite.storage import FileVersion, FolderId, Lock, NewFile, P, Storage, 
 
 COMMIT, MANIFEST, SEGMENTS = "COMMIT", "manifest.json", ".segments"
 PARTIAL = re.compile(r"\.partial-(.+)-([0-9a-f]{8})")
-RENAMED = re.compile(r"(?:\.trash-|quarantined-)?step-\d+(?:-.*)?")  # names of folders with a COMMIT
+# Names of folders with a COMMIT.
+RENAMED = re.compile(r"step-\d+|quarantined-step-\d+-\d+|\.trash-step-\d+-[0-9a-f]{8}")
 SEGMENT_BYTES = 256 << 10
 LEASE, RENEWAL_S = timedelta(seconds=60), 15.0
 ABANDONED = timedelta(days=1)  # the age of a checkpoint that has a manifest, and that nobody commits any more
-SILENCE_S = 300.0  # after a request of an append that was not answered
+SILENCE_S = 300.0  # after a request for records that was not answered
 
 
 class Segments(NamedTuple):
@@ -82,7 +83,11 @@ class ObjectStore(Storage):
         return path
 
     def check_writable(self, folder: PurePath, key: str) -> None:
-        """Only checks that obstore is installed: more is not known before the first request."""
+        """Checks the name, and that obstore is installed: more is not known before the first request."""
+        if any(RENAMED.fullmatch(part) for part in folder.parts[1:]):
+            raise ConfigError(
+                f"{folder}: in a bucket, step-N names a checkpoint of a run; choose another", key
+            )
         objects.load_obstore()
 
     def exists(self, path: PurePath) -> bool:
@@ -160,16 +165,13 @@ class ObjectStore(Storage):
         objects.delete(path, *segments.keys, *segments.outdated, key)
         _tails[str(path)] = tail
 
+    def put_record(self, path: PurePath, data: bytes) -> None:
+        with _unless_silent(path):
+            self.put(path, data)
+
     def append(self, path: PurePath, data: bytes) -> None:
-        # Training waits for its records, and would wait for minutes with each of them.
-        if time.monotonic() < _silent_until.get(path.parts[0], 0.0):
-            raise OSError(errno.EREMOTEIO, "the store did not answer a short time ago", str(path))
-        try:
+        with _unless_silent(path):
             self._append(path, data)
-        except OSError as e:
-            if e.errno == errno.EREMOTEIO:
-                _silent_until[path.parts[0]] = time.monotonic() + SILENCE_S
-            raise
 
     def _append(self, path: PurePath, data: bytes) -> None:
         key, tail = _existing(path), _tails.get(str(path))
@@ -305,7 +307,7 @@ class AzurePath(S3Path):
 PATHS: dict[str, type[PurePosixPath]] = {"s3": S3Path, "gs": GoogleCloudPath, "az": AzurePath}
 
 _tails: dict[str, Tail] = {}  # of the files that this process appends to
-_silent_until: dict[str, float] = {}  # by bucket: the time until which nothing is appended
+_silent_until: dict[str, float] = {}  # by bucket: the time until which no records are written
 
 
 def location(text: str) -> PurePath:
@@ -321,6 +323,21 @@ def forget_clients() -> None:
     objects.checked.clear()
     _tails.clear()
     _silent_until.clear()
+
+
+@contextmanager
+def _unless_silent(path: PurePath) -> Iterator[None]:
+    """For the body, which writes records. Training waits for them, and would wait for minutes with each one:
+    raises OSError at once if a request for records was not answered in the last SILENCE_S."""
+    bucket = path.parts[0]
+    if time.monotonic() < _silent_until.get(bucket, 0.0):
+        raise OSError(errno.EREMOTEIO, "the store did not answer a short time ago", str(path))
+    try:
+        yield
+    except OSError as e:
+        if e.errno == errno.EREMOTEIO:
+            _silent_until[bucket] = time.monotonic() + SILENCE_S
+        raise
 
 
 def _resolved(path: PurePath) -> str | None:
@@ -398,6 +415,8 @@ class _Lease(Lock):
         self._lost, self._ends = threading.Event(), threading.Event()
         self._mutex = threading.Lock()
         self._renewals: threading.Thread | None = None
+        self._other: Any = None  # version of another process's lock, which is not free before:
+        self._free_at = 0.0
 
     def try_take(self) -> bool:
         meta, content = self._read()
@@ -456,7 +475,10 @@ class _Lease(Lock):
             return True
         if (here := _machine()) and content.get("machine") == here and _has_ended(content.get("pid")):
             return True
-        return bool(objects.now(self._path) - meta["last_modified"] > LEASE)
+        if _version_of(meta) != self._other or time.monotonic() > self._free_at:
+            left = LEASE - (objects.now(self._path) - meta["last_modified"])
+            self._other, self._free_at = _version_of(meta), time.monotonic() + left.total_seconds()
+        return time.monotonic() > self._free_at
 
     def _write(self, mode: Any) -> None:
         """Replace the object under a condition. After a lost answer, a repeated request finds the object that

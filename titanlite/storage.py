@@ -165,6 +165,11 @@ class Storage(Component):
         """Create or replace a small file. After a kill or a power loss it has the old or the new content.
         Only one process may write to `path` at a time."""
 
+    def put_record(self, path: PurePath, data: bytes) -> None:
+        """As `put`, for a file of records that training waits for: a storage that did not answer a short time
+        ago may raise OSError at once."""
+        self.put(path, data)
+
     @abstractmethod
     def append(self, path: PurePath, data: bytes) -> None:
         """Append to a file all of `data` or, if the storage is full, nothing. Creates a missing file."""

@@ -223,6 +223,8 @@ def test_the_lease_of_a_process_that_ended_is_free(folder: PurePath, monkeypatch
     third = storage_of(folder).lock(folder / "LOCK")
     assert not third.try_take()
     monkeypatch.setattr(object_store, "LEASE", timedelta(seconds=-1))
+    assert not third.try_take(), "it does not ask for the time before the lease that it saw runs out"
+    third = storage_of(folder).lock(folder / "LOCK")
     assert third.try_take(), "its lease has run out, by the store's clock"
     with pytest.raises(OSError) as error:
         other.write_owner("late")
@@ -319,7 +321,7 @@ def test_a_store_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatc
     Server("s3", "http://127.0.0.1:9").use(monkeypatch)
     monkeypatch.setattr(bucket_objects, "RETRIES", {"max_retries": 0})
     try:
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(OSError, match="does not answer") as error:  # exit code 1
             FolderLock(parse_path("s3://bucket/run")).take()
     finally:
         object_store.forget_clients()
@@ -349,6 +351,11 @@ def test_a_wrong_path_and_a_missing_bucket_are_one_line(
     for text in ("s3://bucket", "s3:///run", "s3://bucket/../run"):
         with pytest.raises(ConfigError, match="expected s3://BUCKET/FOLDER"):
             make_job(tmp_path, corpus, f"--job.dump_folder={text}")
+    with pytest.raises(ConfigError, match="in a bucket, step-N names a checkpoint"):
+        storage_of(folder).check_writable(folder / "step-2", "job.dump_folder")
+    storage_of(folder).check_writable(folder / "step-2-sft", "job.dump_folder")
+    storage_of(folder).put(folder / "step-2-sft" / "a", b"1")
+    assert names(folder) == ["step-2-sft"]
     if "seaweedfs" in request.node.name:  # it makes missing buckets
         return
     missing = parse_path(f"{server.scheme}://there-is-no-such-bucket/run")

@@ -16,6 +16,7 @@ from titanlite import cli, commands, fetch, object_store
 from titanlite.config import schema
 from titanlite.config.component import ConfigError
 from titanlite.config.paths import expand_home
+from titanlite.metrics.sinks.tensorboard import EventFile
 from titanlite.storage import parse_path, storage_of
 from titanlite.train import train
 
@@ -170,6 +171,28 @@ def test_tensorboard_and_profiles_in_a_bucket(
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
     assert [scalar.step for scalar in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
     assert list(contents(folder / "profile")) == ["trace-step-3-rank-0.json.gz"]
+
+
+def test_tensorboard_does_not_wait_for_a_store_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first report waits for the store; those of the next minutes fail at once, and the last has all."""
+    path, puts = parse_path("s3://bucket/run/tb"), list[bytes]()
+
+    def put(storage: Any, path: PurePath, data: bytes) -> None:
+        puts.append(data)
+        if len(puts) == 4:
+            raise OSError(errno.EREMOTEIO, "no answer", str(path))
+
+    monkeypatch.setattr(object_store.ObjectStore, "put", put)
+    file = EventFile(path, 0)  # two records
+    file.write(1, {"train/loss": 1.0})
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"no answer|a short time ago"):
+            file.write(1, {"train/loss": 1.0})
+    assert len(puts) == 4
+    object_store.forget_clients()
+    file.write(2, {"train/loss": 1.0})
+    record_bytes = len(puts[3]) - len(puts[2])
+    assert len(puts[-1]) - len(puts[3]) == 2 * record_bytes, "the reports of the time between are there"
 
 
 def test_tune_beside_a_run_in_a_bucket_is_refused(

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 
-from titanlite.checkpoint.digest import FileDigest, new_file
+from titanlite.checkpoint.digest import FileDigest, HashingFile, new_file
 from titanlite.storage import storage_of
 
 
@@ -19,6 +19,12 @@ class HashingFileSystem(FileSystemBase):
 
     def __init__(self) -> None:
         self.files: dict[str, FileDigest] = {}
+        self._begun: list[HashingFile] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes written so far, with those of unfinished files, which a bucket does not show."""
+        return sum(file.size for file in self._begun)
 
     def in_order(self, names: Collection[str]) -> Sequence[str]:
         """The names of files in the order in which they are read."""
@@ -31,6 +37,7 @@ class HashingFileSystem(FileSystemBase):
                 yield stream
             return
         with new_file(path) as file:
+            self._begun.append(file)
             yield file
         self.files[path.name] = file.digest()
 

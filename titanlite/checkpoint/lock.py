@@ -4,6 +4,7 @@ It is the lock of the run's storage on the file LOCK."""
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -13,6 +14,7 @@ from titanlite.config.component import ConfigError
 from titanlite.log import logger
 from titanlite.storage import Lock, storage_of
 
+POLL_S, MAX_POLL_S = 0.2, 2.0  # seconds between two tries, which are requests if the folder is in a bucket
 WAIT_S = 120.0  # a restart may begin before the last process of the earlier start has ended
 
 
@@ -40,19 +42,25 @@ class FolderLock:
             storage.make_folder(self.folder)
             self._lock = storage.lock(self._path)
         except OSError as e:
+            if e.errno == errno.EREMOTEIO:  # a store that does not answer, which may be temporary
+                raise
             raise ConfigError(f"{self.folder} cannot be written to: {e}", "job.dump_folder") from None
         wait_s = WAIT_S if wait_s is None else wait_s
-        deadline, has_warned = time.monotonic() + wait_s, False
+        deadline, pause_s = time.monotonic() + wait_s, POLL_S
         while not self._lock.try_take():
-            in_use = f"{self.folder} is in use by {self._lock.owner() or 'another process'}"
             if time.monotonic() >= deadline:
+                in_use = self._in_use()
                 self.close()
                 raise ConfigError(f"{in_use}; stop it, or choose another --job.dump_folder")
-            if not has_warned:
-                logger.warning(f"{in_use}; waiting up to {wait_s:.0f} s for it to end")
-                has_warned = True
-            time.sleep(0.2)
+            if pause_s == POLL_S:
+                logger.warning(f"{self._in_use()}; waiting up to {wait_s:.0f} s for it to end")
+            time.sleep(pause_s)
+            pause_s = min(1.2 * pause_s, MAX_POLL_S)
         return True
+
+    def _in_use(self) -> str:
+        assert self._lock is not None
+        return f"{self.folder} is in use by {self._lock.owner() or 'another process'}"
 
     def write_owner(self) -> None:
         """Write into the file which process holds the lock. Raises ConfigError if the disk is full."""
@@ -60,6 +68,8 @@ class FolderLock:
         try:
             self._lock.write_owner(f"process {os.getpid()} on {socket.gethostname()}")
         except OSError as e:
+            if e.errno == errno.EREMOTEIO:
+                raise
             raise ConfigError(f"{self._path} cannot be written to: {e}", "job.dump_folder") from None
 
     def renew(self) -> None:

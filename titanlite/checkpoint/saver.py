@@ -69,6 +69,7 @@ class Saver:
         self.task: Future[None] | None = None  # the save or allocation whose outcome is not checked yet
         self._error: BaseException | None = None  # the error of the last save
         self._num_failures = 0
+        self._writer: ShardWriter | None = None  # of the save in flight
 
     def warm_up(self, tensors: Tensors) -> None:
         """Warn if the disk has no room for a save. Start to allocate the host buffers of asynchronous saves
@@ -154,14 +155,14 @@ class Saver:
         has grown for STALL_S. A rank that has ended fails the save at once."""
         if self.task is None:
             return
-        size, stalled_s = -1, 0.0
+        size, stalled_s = (-1, -1), 0.0
         try:
             while not wait([self.task], POLL_S).done:
-                before, size = size, commit.partial_size(self._folder)
+                before, size = size, (commit.partial_size(self._folder), self._num_bytes())
                 stalled_s = stalled_s + POLL_S if size == before else 0.0
                 if self.ranks.size > 1 and stalled_s >= STALL_S:
                     raise TimeoutError(f"no file has grown for {STALL_S:.0f} s; does another rank hang?")
-                logger.warning(f"{reason}; waiting for the save in flight ({gib(size)} so far)")
+                logger.warning(f"{reason}; waiting for the save in flight ({gib(max(size))} so far)")
             self.task.result()
         except Exception as e:
             logger.error(f"the checkpoint that was being written is lost: {type(e).__name__}: {e}")
@@ -189,7 +190,7 @@ class Saver:
             raise CheckpointError(f"step {step} could not be saved: {problem}")
         size = total_bytes(snapshot.tensors, self.ranks)
         partial = self.ranks.from_rank_zero(lambda: self._begin(step, size))
-        writer = ShardWriter(partial, hashes_state=self._hashes_state)
+        writer = self._writer = ShardWriter(partial, hashes_state=self._hashes_state)
         try:
             written = self._plans.write(snapshot.tensors, writer)
             self.ranks.from_rank_zero(lambda: self._commit(snapshot, writer, written, began))
@@ -226,6 +227,10 @@ class Saver:
             size = sum(digest.size for digest in files.values())
             path = commit.commit(writer.path, snapshot.step, snapshot.texts, files, about)
         logger.info(f"saved {path} ({gib(size)}, {time.perf_counter() - began:.1f} s)")
+
+    def _num_bytes(self) -> int:
+        """Bytes that this rank has written in the newest save."""
+        return self._writer.fs.num_bytes if self._writer is not None else 0
 
     def _newest_checkpoint(self) -> str:
         checkpoints = []

@@ -392,7 +392,7 @@ def _storage_text(storage: dict[str, Any] | None) -> list[str]:
     if storage is None:
         return []
     rates = storage["bytes_per_second_per_node"] / 1e6, storage["requests_per_second_per_node"]
-    size = 1.1 * storage["corpus_gib"]  # 1.04 in shard_cache_2_cores.json, and some room
+    size = 1.1 * storage["corpus_gib"]  # 1.034 in shard_cache_2_cores.json, and some room
     return [
         f"storage: {_rounded(rates[0])} MB/s and {_rounded(rates[1])} requests/s per node for sequences that "
         f"its cache lacks; all of them take {_rounded(size)} GiB, data.cache_gib is {storage['cache_gib']:g}"

@@ -26,6 +26,7 @@ from titanlite.checkpoint.digest import write_file
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.state import model_tensors, optimizer_tensors
+from titanlite.checkpoint.writer import ShardWriter
 from titanlite.config.component import ConfigError
 from titanlite.log import logger, set_up_logging
 
@@ -274,6 +275,14 @@ def test_what_is_being_written_is_measured(tmp_path: Path) -> None:
     write_file(partial / "a", b"123")
     write_file(partial / "b", b"4567")
     assert commit.partial_size(tmp_path) == 7
+
+
+def test_bytes_of_an_unfinished_upload_count_as_growth(tmp_path: Path) -> None:
+    """A bucket does not show an object before all of its parts were sent."""
+    writer = ShardWriter(tmp_path)
+    with writer.fs.create_stream(tmp_path / "a", "wb") as file:
+        file.write(b"123")
+        assert writer.fs.num_bytes == 3
 
 
 def test_a_refused_run_touches_nothing(tmp_path: Path) -> None:

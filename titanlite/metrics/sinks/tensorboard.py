@@ -74,4 +74,4 @@ class EventFile(Writer):
             self._number, self._data = self._number + 1, b""
             self._path = self._folder / f"{self._name}.{self._number:06}"
         self._data += record.getvalue()
-        storage_of(self._path).put(self._path, self._data)
+        storage_of(self._path).put_record(self._path, self._data)
