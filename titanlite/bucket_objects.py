@@ -12,16 +12,19 @@ import io
 import os
 import random
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from operator import methodcaller
 from pathlib import PurePath
-from typing import Any, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar, cast
 
 from titanlite.config.component import ConfigError
+from titanlite.log import tell
 
 T = TypeVar("T")
 SMALL_BYTES = 8 << 20  # files up to here are created by one request
@@ -34,11 +37,19 @@ CODES = {  # of messages; the kind of an error misleads, as of 403 for a full bu
     rf"<Code>(ExpiredToken|InvalidToken|TokenRefreshRequired)<|status code: 40[13]|{ROLE}": errno.EACCES,
     r"NoSuchBucket|ContainerNotFound|specified bucket does not exist": errno.ENOTDIR,  # no missing file
 }
+REMEDIES = {
+    errno.EACCES: "; check the credentials and the address of the store in the environment",
+    errno.ENOTDIR: "; make the bucket, or correct its name",
+}
 CLIENT_OPTIONS = {"allow_http": True}
+SAY_AFTER_S, SAY_AGAIN_S = 5.0, 60.0  # seconds of waiting after which it is told, and told again
+PATIENCE_S = 20.0  # seconds for which training waits for a request that writes records
 RETRIES = {"max_retries": 8, "retry_timeout": timedelta(seconds=120)}  # with exponential back-off and jitter
 
 clients: dict[tuple[str, str], Any] = {}  # by scheme and bucket
 opened_in: list[int] = []  # the process that has opened them
+is_impatient: list[bool] = []  # not empty in the body of `impatient`
+told_at: list[float] = []  # the time at which a wait was told last
 checked: set[tuple[str, str]] = set()  # schemes and buckets that heed conditions
 
 
@@ -147,8 +158,52 @@ def missing(path: PurePath) -> FileNotFoundError:
 
 
 def request(path: PurePath, act: Callable[[Any], T]) -> T:
-    """The result of `act` for the client of the bucket of `path`. obstore itself repeats requests, but not
-    one whose answer ends in its middle."""
+    """The result of `act` for the client of the bucket of `path`. On the main thread, signals are handled
+    while it waits, which obstore does not do, and a wait of more than SAY_AFTER_S is told."""
+    if threading.current_thread() is not threading.main_thread():
+        return _request(path, act)
+    answers: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+
+    def work() -> None:
+        try:
+            answers.put((_request(path, act), None))
+        except BaseException as e:  # raised again on the main thread
+            answers.put((None, e))
+
+    threading.Thread(target=work, name="request", daemon=True).start()
+    try:
+        result, error = _answer(answers, path)
+    except Empty:
+        raise OSError(errno.EREMOTEIO, f"no answer for {PATIENCE_S:.0f} s", str(path)) from None
+    if error is not None:
+        raise error
+    return cast(T, result)
+
+
+def _answer(answers: SimpleQueue[Any], path: PurePath) -> Any:
+    """The next answer. Raises Empty if there is none in PATIENCE_S in the body of `impatient`."""
+    with suppress(Empty):
+        return answers.get(timeout=SAY_AFTER_S)
+    now = time.monotonic()
+    if not told_at or now - told_at[0] > SAY_AGAIN_S:
+        tell(f"{path}: no answer of the store for {SAY_AFTER_S:.0f} s; waiting for it")
+        told_at[:] = [now]
+    return answers.get(timeout=PATIENCE_S - SAY_AFTER_S if is_impatient else None)
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """In the body, a request of the main thread is waited for at most PATIENCE_S. Its thread may go on, so
+    that what it writes may still be written later, but not after the time of all repetitions."""
+    is_impatient.append(True)
+    try:
+        yield
+    finally:
+        is_impatient.pop()
+
+
+def _request(path: PurePath, act: Callable[[Any], T]) -> T:
+    """The result of `act`. obstore itself repeats requests, but not one whose answer ends in its middle."""
     for pause_s in (0.1, 0.4, 1.6, 6.4, None):
         try:
             with errors(path):
@@ -181,7 +236,14 @@ def errors(path: PurePath) -> Iterator[None]:
             raise
         number = next(number for kind, number in kinds if isinstance(e, kind))
         number = next((n for code, n in CODES.items() if re.search(code, str(e))), number)
-        raise OSError(number, _reason(str(e)), str(path)) from None
+        remedy = REMEDIES.get(number, "")
+        raise OSError(number, _reason(str(e)) + remedy, str(path)) from None
+    except BaseException as e:  # a panic of Rust is no Exception
+        if type(e).__name__ != "PanicException":
+            raise
+        raise ConfigError(
+            f"{path}: obstore stopped ({e}); AWS_ENDPOINT_URL has to begin with http:// or https://"
+        ) from None
 
 
 def _reason(text: str) -> str:

@@ -43,6 +43,7 @@ COMMIT, MANIFEST, SEGMENTS = "COMMIT", "manifest.json", ".segments"
 PARTIAL = re.compile(r"\.partial-(.+)-([0-9a-f]{8})")
 # Names of folders with a COMMIT.
 RENAMED = re.compile(r"step-\d+|quarantined-step-\d+-\d+|\.trash-step-\d+-[0-9a-f]{8}")
+BUCKET = re.compile(r"[\w$][\w.-]*", re.ASCII)
 SEGMENT_BYTES = 256 << 10
 LEASE, RENEWAL_S = timedelta(seconds=60), 15.0
 ABANDONED = timedelta(days=1)  # the age of a checkpoint that has a manifest, and that nobody commits any more
@@ -77,9 +78,14 @@ class ObjectStore(Storage):
     commit_rule: ClassVar[str] = "create"
 
     def path(self, text: str) -> PurePath:
-        path = PATHS[self.name](text.removeprefix(f"{self.name}://"))
+        name = text.removeprefix(f"{self.name}://")
+        path = PATHS[self.name](name)
         if path.is_absolute() or len(path.parts) < 2 or ".." in path.parts:
             raise ConfigError(f"{text}: expected {self.name}://BUCKET/FOLDER")
+        if "/".join(path.parts) != name.removesuffix("/"):
+            raise ConfigError(f"{text}: a name in a URL is empty or a dot")
+        if not BUCKET.fullmatch(path.parts[0]):
+            raise ConfigError(f"{text}: {path.parts[0]!r} is no name of a bucket")
         return path
 
     def check_writable(self, folder: PurePath, key: str) -> None:
@@ -257,8 +263,10 @@ class ObjectStore(Storage):
         for name in names:
             prefix = f"{objects.key_of(folder)}/{name}"
             below = objects.request(folder, methodcaller("list_with_delimiter", prefix))["common_prefixes"]
-            parts = [PurePosixPath(prefix).name for prefix in below if prefix.rstrip("/") not in committed]
-            found += [f".partial-{name}-{part}" for part in parts]
+            left = [prefix.rstrip("/") for prefix in below if prefix.rstrip("/") not in committed]
+            # SeaweedFS lists empty folders for a while.
+            left = [prefix for prefix in left if objects.listed(folder, prefix)]
+            found += [f".partial-{name}-{PurePosixPath(prefix).name}" for prefix in left]
         return found
 
     def _may_be_written(self, path: PurePath, prefix: str) -> bool:
@@ -321,6 +329,7 @@ def forget_clients() -> None:
     objects.clients.clear()
     objects.opened_in.clear()
     objects.checked.clear()
+    objects.told_at.clear()
     _tails.clear()
     _silent_until.clear()
 
@@ -333,7 +342,8 @@ def _unless_silent(path: PurePath) -> Iterator[None]:
     if time.monotonic() < _silent_until.get(bucket, 0.0):
         raise OSError(errno.EREMOTEIO, "the store did not answer a short time ago", str(path))
     try:
-        yield
+        with objects.impatient():
+            yield
     except OSError as e:
         if e.errno == errno.EREMOTEIO:
             _silent_until[bucket] = time.monotonic() + SILENCE_S

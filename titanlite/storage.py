@@ -358,19 +358,22 @@ def storage_of(path: PurePath) -> Storage:
 
 def parse_path(text: str, key: str | None = None) -> PurePath:
     """The path that a text names, such as the value of the TOML key `key`. Raises ConfigError for a scheme
-    that no storage has, and for one slash after a scheme, which would name a local folder `s3:`."""
+    that no storage has, and for a misspelt one, which would name a local folder `s3:`."""
     scheme = match[1] if (match := URL.match(text)) else None
+    start = text.partition(":")[0]
+    if start != text and scheme != start.lower() in Storage.choices:
+        raise ConfigError(f"{text}: a URL of this storage begins with {start.lower()}://", key)
     if scheme is None:
-        start = text.partition(":/")[0]
-        if start.lower() in Storage.choices and text != start:
-            raise ConfigError(f"{text}: a URL of this storage begins with {start.lower()}://", key)
         return Path(text)
     if scheme not in Storage.choices:
         known = suggest(scheme, Storage.choices)
         raise ConfigError(f"{text}: there is no storage for {scheme}:// paths{known}", key)
     storage = Storage.choices[scheme]()
     assert isinstance(storage, Storage)
-    return storage.path(text)
+    try:
+        return storage.path(text)
+    except ConfigError as e:
+        raise ConfigError(str(e), key) from None
 
 
 def upload(file: Path, target: PurePath) -> None:

@@ -7,6 +7,9 @@ import errno
 import json
 import multiprocessing
 import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -329,6 +332,34 @@ def test_a_store_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatc
     assert KEYS["AWS_SECRET_ACCESS_KEY"] not in str(error.value)
 
 
+def test_a_wait_for_the_store_is_told_and_can_be_interrupted(
+    folder: PurePath, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """obstore itself waits in Rust, where Python handles no signals."""
+    monkeypatch.setattr(bucket_objects, "SAY_AFTER_S", 0.1)
+    monkeypatch.setattr(bucket_objects, "PATIENCE_S", 0.3)
+    answered = threading.Event()
+    threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        bucket_objects.request(folder, lambda client: answered.wait(30))
+    with bucket_objects.impatient(), pytest.raises(OSError, match=r"no answer for 0 s") as error:
+        bucket_objects.request(folder, lambda client: answered.wait(30))
+    answered.set()
+    assert time.monotonic() - began < 15
+    assert error.value.errno == errno.EREMOTEIO
+    assert capsys.readouterr().err.count("no answer of the store for 0 s; waiting for it") == 1
+
+
+def test_an_address_that_is_no_url_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    Server("s3", "127.0.0.1:9").use(monkeypatch)
+    try:
+        with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL has to begin with http"):
+            FolderLock(parse_path("s3://bucket/run")).take()
+    finally:
+        object_store.forget_clients()
+
+
 def test_missing_credentials_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in KEYS:
         monkeypatch.delenv(name, raising=False)
@@ -350,6 +381,9 @@ def test_a_wrong_path_and_a_missing_bucket_are_one_line(
 ) -> None:
     for text in ("s3://bucket", "s3:///run", "s3://bucket/../run"):
         with pytest.raises(ConfigError, match="expected s3://BUCKET/FOLDER"):
+            make_job(tmp_path, corpus, f"--job.dump_folder={text}")
+    for text in ("s3://bucket//run", "s3://bucket/./run", "s3://no bucket!/run"):
+        with pytest.raises(ConfigError, match=r"is empty or a dot|is no name of a bucket"):
             make_job(tmp_path, corpus, f"--job.dump_folder={text}")
     with pytest.raises(ConfigError, match="in a bucket, step-N names a checkpoint"):
         storage_of(folder).check_writable(folder / "step-2", "job.dump_folder")

@@ -104,10 +104,9 @@ def test_a_path_names_its_storage(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no storage for s4:// paths") as error:
         parse_path("s4://bucket/run", "job.dump_folder")
     assert error.value.key == "job.dump_folder"
-    with pytest.raises(ConfigError, match="no storage for SQLITE:// paths"):
-        parse_path("SQLITE:///data/runs.db/first")
-    with pytest.raises(ConfigError, match="a URL of this storage begins with sqlite://"):
-        parse_path("sqlite:/data/runs.db/first")
+    for misspelt in ("SQLITE:///data/runs.db/first", "sqlite:/data/runs.db/first", "sqlite:data"):
+        with pytest.raises(ConfigError, match="a URL of this storage begins with sqlite://"):
+            parse_path(misspelt)
     with pytest.raises(ConfigError, match="profiling needs a folder on a local disk"):
         local_path(path, "profiling")
 

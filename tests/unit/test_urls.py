@@ -16,6 +16,7 @@ from titanlite import cli, commands, fetch, object_store
 from titanlite.config import schema
 from titanlite.config.component import ConfigError
 from titanlite.config.paths import expand_home
+from titanlite.job import load_job
 from titanlite.metrics.sinks.tensorboard import EventFile
 from titanlite.storage import parse_path, storage_of
 from titanlite.train import train
@@ -59,9 +60,14 @@ def test_a_key_of_local_paths_refuses_a_url(
 
 
 def test_a_misspelt_url_is_no_local_folder(tmp_path: Path, corpus: Path) -> None:
-    for url in "s3:/b/x", "S3://b/x":
+    for url in "s3:/b/x", "S3://b/x", "s3:b/x":
         with pytest.raises(ConfigError, match=rf"job.dump_folder: {url}: .*s3"):
             make_job(tmp_path, corpus, f"--job.dump_folder={url}")
+
+
+def test_a_configuration_is_no_url() -> None:
+    with pytest.raises(ConfigError, match="s3://b/job.toml: this takes a path on a local disk, not a URL"):
+        load_job("s3://b/job.toml")
 
 
 def test_every_option_takes_a_url_or_refuses_it() -> None:

@@ -21,6 +21,7 @@ from titanlite.config.imports import import_own_components
 from titanlite.config.locator import Locator, syntax_error
 from titanlite.config.overrides import parse as parse
 from titanlite.config.overrides import put, split_overrides
+from titanlite.config.paths import check_local
 from titanlite.config.schema import ChoiceError, Node, convert, describe, imports_of, type_hints
 from titanlite.config.shipped import find_config
 from titanlite.files import FileFault, read_regular
@@ -33,6 +34,7 @@ def read(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[dict[s
     a shipped configuration, or None for an empty tree."""
     text = ""
     if path is not None:
+        check_local(str(path))
         path = find_config(path)
         try:
             text = read_regular(path).decode("utf-8-sig")  # some editors begin a file with a byte order mark

@@ -35,7 +35,7 @@ T = TypeVar("T")
 CONNECTIONS = 64  # requests at a time: S3 takes about 30 ms for a small one
 ATTEMPTS, RETRY_S, MAX_DELAY_S = 7, 60.0, 10.0
 # Errors that come again at every attempt.
-FINAL = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ESTALE}
+FINAL = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ESTALE}
 
 
 class FileRange(NamedTuple):

@@ -148,5 +148,8 @@ class Sinks:
                 call(writer)
             except Exception as e:
                 if not self._failures[name]:
-                    logger.error(f"metric sink {name} failed, training continues: {error_with_place(e)}")
+                    reason = error_with_place(e)
+                    if isinstance(e, OSError) and e.filename:
+                        reason = f"{e.filename}: {e.strerror}"
+                    logger.error(f"metric sink {name} failed, training continues: {reason}")
                 self._failures[name] += 1
