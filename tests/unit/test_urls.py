@@ -66,7 +66,7 @@ def test_a_misspelt_url_is_no_local_folder(tmp_path: Path, corpus: Path) -> None
 
 
 def test_a_configuration_is_no_url() -> None:
-    with pytest.raises(ConfigError, match="s3://b/job.toml: this takes a path on a local disk, not a URL"):
+    with pytest.raises(ConfigError, match=r"s3://b/job.toml: this takes a path on a local disk, not a URL"):
         load_job("s3://b/job.toml")
 
 
