@@ -39,4 +39,6 @@ exec "${PYTHON:-python3}" -m titanlite.cli launch \
     --rdzv-endpoint="${RDZV_ENDPOINT:-}" \
     --rdzv-id="${RDZV_ID:-}" \
     --max-restarts="${MAX_RESTARTS:-0}" \
+    --grace="${GRACE:-}" \
+    --notice="${NOTICE:-}" \
     "$CONFIG_FILE" "$@"
