@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 
 from titanlite.config.component import ConfigError, suggest
@@ -103,7 +104,7 @@ def _poll(notice: str, is_announced: Callable[[], bool], done: threading.Event) 
     while not done.wait(POLL_S):
         try:
             found = is_announced()
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
             if not told:
                 tell(f"--notice={notice}: no readable answer ({error}); it is asked for every {POLL_S:.0f} s")
             told = True
