@@ -8,6 +8,8 @@
 # node). MAX_RESTARTS=k restarts all processes up to k times after a crash; NNODES=MIN:MAX continues with fewer nodes.
 # Whoever can reach the ports that several nodes open controls the job: use a network that you trust, and the same
 # random RDZV_ID on all nodes. A single node opens no port to the network.
+# GRACE=seconds from a signal to stop until this node is killed; NOTICE=aws, azure, google, a URL or a file that
+# announces the end of this node.
 # SIGTERM, SIGINT, SIGHUP, SIGUSR1: save, then exit with 75 (the same command continues). SIGUSR2: save and continue.
 # Exit codes: 0 done, 1 crash, 2 wrong input, 3 no usable checkpoint, 4 training diverged, 5 out of memory,
 # 75 stopped, nothing lost. Codes 2, 3, 4 and 75 are never restarted; 5 is, because another process may have taken the
@@ -39,4 +41,6 @@ exec "${PYTHON:-python3}" -m titanlite.cli launch \
     --rdzv-endpoint="${RDZV_ENDPOINT:-}" \
     --rdzv-id="${RDZV_ID:-}" \
     --max-restarts="${MAX_RESTARTS:-0}" \
+    --grace="${GRACE:-}" \
+    --notice="${NOTICE:-}" \
     "$CONFIG_FILE" "$@"

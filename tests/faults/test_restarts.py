@@ -108,6 +108,33 @@ def test_sigterm_while_waiting_for_nodes_after_a_crash_is_75(start: Any) -> None
     assert node.starts == ["0 0"]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_notice_saves_and_is_75(start: Any, tmp_path: Path, num_ranks: int) -> None:
+    notice = tmp_path / "notice"
+    node = start(NGPU=str(num_ranks), NOTICE=str(notice), STEP_S="2")
+    node.until(lambda: node.step >= 1)
+    notice.touch()
+    assert node.end() == 75, node.log
+    assert f"titanlite: --notice={notice}: this node will be taken away" in node.log
+    assert node.saved == [node.step]
+    assert node.step < STEPS
+
+
+@pytest.mark.full
+def test_ranks_that_do_not_save_within_the_grace_period_are_ended(start: Any) -> None:
+    """The commit takes a minute; the launcher still returns 75, so that the scheduler runs the job again."""
+    node = start(GRACE="6", STEP_S="0.3", COMMIT_S="60")
+    node.until(lambda: node.step >= 1)
+    began = time.monotonic()
+    node.launcher.terminate()
+    assert node.end() == 75, node.log
+    assert 3 < time.monotonic() - began < 6 + 4, "before the node is killed, and not much earlier"
+    assert "the grace period of 6 s ends, and the ranks have not saved" in node.log
+    assert not node.processes()
+    assert node.saved == []
+
+
 # ---- kill -9
 
 

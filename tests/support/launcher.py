@@ -29,6 +29,7 @@ from titanlite.optim.adamw import AdamW
 def seconds(name):
     time.sleep(float(os.environ.get(name, 0)))
 
+me = "0 0"  # a run of one process without a launcher
 if "RANK" in os.environ:  # not in the launcher, which reads the job, too
     me = os.environ["RANK"] + " " + os.environ["TORCHELASTIC_RESTART_COUNT"]
     with open("STARTS", "a") as f:

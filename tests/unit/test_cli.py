@@ -586,8 +586,9 @@ def test_the_config_file_form(run_train, config):
 
 def test_several_processes_and_nodes(run_train):
     _, out, _ = run_train(
-        "debug", NGPU="8", NNODES="2", NODE_RANK="1", RDZV_ENDPOINT="h:29500", RDZV_ID="a1", MAX_RESTARTS="3"
-    )
+        "debug", NGPU="8", NNODES="2", NODE_RANK="1", RDZV_ENDPOINT="h:29500", RDZV_ID="a1", MAX_RESTARTS="3",
+        GRACE="30", NOTICE="aws",
+    )  # fmt: skip
     assert out.splitlines()[3:-1] == [
         "--nproc-per-node=8",
         "--nnodes=2",
@@ -595,6 +596,8 @@ def test_several_processes_and_nodes(run_train):
         "--rdzv-endpoint=h:29500",
         "--rdzv-id=a1",
         "--max-restarts=3",
+        "--grace=30",
+        "--notice=aws",
     ]
 
 

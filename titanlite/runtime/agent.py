@@ -26,6 +26,7 @@ from titanlite.runtime.hang import describe_hang, name_ranks
 from titanlite.runtime.signals import AGAIN_S, END, SAVE, STOP, Stopped, handled_signals
 
 FINAL_CODES = {2, 3, 4, Stopped.exit_code}  # exit codes that a restart would only repeat
+MARGIN_S = 2.0  # seconds before the end of the grace period at which the launcher ends the ranks
 ANSWER_S = 3.0  # seconds in which the other ranks' collectives fail, too, after the first one timed out
 
 
@@ -108,6 +109,8 @@ class Agent(LocalElasticAgent):
     need to save; it restarts ranks only after a crash; and it reports a failure in one line that names the
     rank with which the failure began."""
 
+    grace_s: float | None = None
+    """Seconds after a signal to stop at which this node is killed; None: it waits for the ranks."""
     _stop_at: float | None = None
     _ended_at: float | None = None
     _notes: Path | None = None
@@ -148,6 +151,8 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._look()
+        if self._grace_is_over():
+            return self._end_unsaved()
         if any(self._ended.values()):
             self._tell_hang(worker_group)
         endings = self._endings(worker_group)
@@ -168,6 +173,23 @@ class Agent(LocalElasticAgent):
                 self._exit_barrier()
             self._tell(endings, worker_group)
         return result
+
+    def _grace_is_over(self) -> bool:
+        if self._stop_at is None or self.grace_s is None:
+            return False
+        return time.monotonic() - self._stop_at > max(self.grace_s - MARGIN_S, self.grace_s / 2)
+
+    def _end_unsaved(self) -> RunResult:
+        """End the ranks before the node is killed, so that the launcher still returns the exit code that asks
+        to run the job again."""
+        assert self._pcontext is not None
+        self._pcontext.close(signal.SIGKILL)
+        self._remaining_restarts, self._exit_code = 0, Stopped.exit_code
+        tell(
+            f"the grace period of {self.grace_s:g} s ends, and the ranks have not saved: they are ended; the "
+            "same command continues from the newest checkpoint"
+        )
+        return RunResult(WorkerState.FAILED)
 
     def _tell_hang(self, worker_group: WorkerGroup) -> None:
         """If a collective has timed out, print one line on the rank for which the others wait. The other

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.runtime.environment import prepare_to_launch
+from titanlite.runtime.notices import stop_at_notice
 from titanlite.runtime.parent import stop_with_tune
 from titanlite.runtime.signals import stop_requests
 from titanlite.tools.verbs import launch_arguments
@@ -24,15 +25,16 @@ def main(argv: Sequence[str]) -> int:
     stop_with_tune()
     options, path, overrides = launch_arguments(argv)
     world_size = options.nproc_per_node * options.max_nodes
-    if world_size == 1 and options.max_restarts == 0:
+    if world_size == 1 and options.max_restarts == 0 and options.grace is None:
         from titanlite import train
 
-        return train.main([path, *overrides])
+        with stop_at_notice(options.notice):
+            return train.main([path, *overrides])
     prepare_to_launch(options.nproc_per_node)
     from titanlite.runtime.launcher import start_ranks
 
     _check_job(options, path, overrides)
-    with stop_requests():
+    with stop_requests(), stop_at_notice(options.notice):
         return start_ranks(options, ["train", path, *overrides])
 
 

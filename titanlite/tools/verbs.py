@@ -46,6 +46,12 @@ def add_launch(options: Options) -> None:
     add("--rdzv-endpoint", default="", help="host:port of the first node; required for several nodes")
     add("--rdzv-id", default="", help="secret word of this run; nodes with another word cannot join")
     add("--max-restarts", default="0", help="number of restarts of all processes after crashes (0)")
+    add("--grace", default="", help="seconds from a signal to stop until this node is killed (not known)")
+    add(
+        "--notice",
+        default="",
+        help="stop when this announces the node's end: aws, azure, google, a URL, a file",
+    )
 
 
 def add_generate(options: Options) -> None:
@@ -115,6 +121,7 @@ def launch_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, str, list
     options, rest = parser("launch").read_known(argv)
     for key, least in (("nproc_per_node", 1), ("node_rank", 0), ("max_restarts", 0)):
         setattr(options, key, _number(key, getattr(options, key), least))
+    options.grace = _number("grace", options.grace, 1) if options.grace else None
     nodes = [_number("nnodes", text, 1) for text in options.nnodes.split(":", 1)]
     options.min_nodes, options.max_nodes = nodes[0], nodes[-1]
     if options.min_nodes > options.max_nodes:
