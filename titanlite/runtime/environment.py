@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,6 +102,28 @@ def notes_folder() -> str | None:
     """Folder made by the launcher in which the ranks of one start meet and leave error notes; None without
     titanlite's launcher."""
     return os.environ.get(NOTES) or None
+
+
+@contextmanager
+def asking_nvml() -> Iterator[None]:
+    """In the body, torch finds out by NVML whether there are GPUs: after a question to CUDA, a process that
+    is forked from this one could not use CUDA. What modules of the body set in the environment is forgotten,
+    such as a compile cache, which would count as the user's choice."""
+    before = dict(os.environ)
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def take_environment(environment: Mapping[str, str]) -> None:
+    """Called by a rank that was forked: its environment is the one that the launcher has for it, and its
+    launcher the process that has forked it."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.environ[LAUNCHER_PID] = str(os.getppid())
 
 
 def set_notes_folder(folder: str) -> None:

@@ -66,7 +66,7 @@ def start_ranks(options: argparse.Namespace, words: Sequence[str]) -> int:
             f"--signals-to-handle={','.join(handled)}",
         ]
         # torchrun replaces $variables in the command.
-        command = [sys.executable, "-u", "-m", "titanlite.cli", *(word.replace("$", "$$") for word in words)]
+        command = [*_program(), *(word.replace("$", "$$") for word in words)]
         try:
             arguments += _meeting(options)
             torchrun.run(torchrun.parse_args([*arguments, "--no-python", *command]))
@@ -83,6 +83,16 @@ def start_ranks(options: argparse.Namespace, words: Sequence[str]) -> int:
             tell(f"ended by {error.sigval.name} without saving")
             return 128 + error.sigval
     return 0
+
+
+def _program() -> list[str]:
+    """The command of a rank, without its words."""
+    if sys.platform != "linux":  # PyTorch cannot be forked everywhere
+        return [sys.executable, "-u", "-m", "titanlite.cli"]
+    from titanlite.runtime import forked_ranks
+
+    forked_ranks.fork_ranks()
+    return [forked_ranks.PROGRAM]
 
 
 def _meeting(options: argparse.Namespace) -> list[str]:
