@@ -303,6 +303,12 @@ class S3Path(PurePosixPath):
     def __str__(self) -> str:
         return f"{self.storage.name}://{super().__str__()}"
 
+    def __eq__(self, other: object) -> bool:  # before Python 3.12, PurePath's ignores the scheme
+        return type(other) is type(self) and str(other) == str(self)
+
+    def __hash__(self) -> int:
+        return hash((type(self), str(self)))
+
 
 class GoogleCloudPath(S3Path):
     storage = GoogleCloud()
