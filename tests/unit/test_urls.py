@@ -166,6 +166,7 @@ def test_targets_in_a_bucket(
     assert "has other files, such as notes.txt" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_tensorboard_and_profiles_in_a_bucket(
     tmp_path: Path, corpus: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
