@@ -130,11 +130,11 @@ def delete(path: PurePath, *keys: str) -> None:
 
 
 def now(path: PurePath) -> datetime:
-    """The time by the store's clock, by the date of an object that is made beside `path` and deleted."""
-    key = f"{key_of(path.parent)}/.clock-{uuid.uuid4().hex[:8]}"
+    """The time by the store's clock: the date of the empty object .clock beside `path`, which is replaced. It
+    is not deleted, because another process may be about to read its date."""
+    key = f"{key_of(path.parent)}/.clock"
     put(path, key, b"")
     now: datetime = request(path, lambda client: client.head(key)["last_modified"])
-    delete(path, key)
     return now
 
 

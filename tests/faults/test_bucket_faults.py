@@ -556,7 +556,7 @@ def test_a_kill_at_any_request_of_a_start_loses_nothing(
         prefix = bucket_objects.key_of(run / "checkpoint")
         for item in bucket_objects.listed(run, prefix):
             is_owned = item["path"].startswith(tuple(f"{key}/" for key in owners))
-            assert is_owned or item["path"].endswith("/COMMIT"), item["path"]
+            assert is_owned or item["path"].endswith(("/COMMIT", "/.clock")), item["path"]
         if done:
             break
     assert number > 20
