@@ -134,8 +134,8 @@ def now(path: PurePath) -> datetime:
     is not deleted, because another process may be about to read its date."""
     key = f"{key_of(path.parent)}/.clock"
     put(path, key, b"")
-    now: datetime = request(path, lambda client: client.head(key)["last_modified"])
-    return now
+    date: datetime = request(path, lambda client: client.head(key)["last_modified"])
+    return date
 
 
 def check_conditions(path: PurePath) -> None:
@@ -184,17 +184,16 @@ def _answer(answers: SimpleQueue[Any], path: PurePath) -> Any:
     """The next answer. Raises Empty if there is none in PATIENCE_S in the body of `impatient`."""
     with suppress(Empty):
         return answers.get(timeout=SAY_AFTER_S)
-    now = time.monotonic()
-    if not told_at or now - told_at[0] > SAY_AGAIN_S:
+    if not told_at or time.monotonic() - told_at[0] > SAY_AGAIN_S:
         tell(f"{path}: no answer of the store for {SAY_AFTER_S:.0f} s; waiting for it")
-        told_at[:] = [now]
+        told_at[:] = [time.monotonic()]
     return answers.get(timeout=PATIENCE_S - SAY_AFTER_S if is_impatient else None)
 
 
 @contextmanager
 def impatient() -> Iterator[None]:
-    """In the body, a request of the main thread is waited for at most PATIENCE_S. Its thread may go on, so
-    that what it writes may still be written later, but not after the time of all repetitions."""
+    """In the body, the main thread waits for a request at most PATIENCE_S. The request itself is repeated for
+    up to two minutes more (RETRIES) and may still change the store in that time."""
     is_impatient.append(True)
     try:
         yield
@@ -242,7 +241,8 @@ def errors(path: PurePath) -> Iterator[None]:
         if type(e).__name__ != "PanicException":
             raise
         raise ConfigError(
-            f"{path}: obstore stopped ({e}); AWS_ENDPOINT_URL has to begin with http:// or https://"
+            f"{path}: obstore stopped ({e}); an address of a store, such as AWS_ENDPOINT_URL, has to begin "
+            "with http:// or https://"
         ) from None
 
 

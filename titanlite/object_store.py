@@ -83,9 +83,9 @@ class ObjectStore(Storage):
         if path.is_absolute() or len(path.parts) < 2 or ".." in path.parts:
             raise ConfigError(f"{text}: expected {self.name}://BUCKET/FOLDER")
         if "/".join(path.parts) != name.removesuffix("/"):
-            raise ConfigError(f"{text}: a name in a URL is empty or a dot")
+            raise ConfigError(f"{text}: a folder has an empty name or is a dot; leave out // and /./")
         if not BUCKET.fullmatch(path.parts[0]):
-            raise ConfigError(f"{text}: {path.parts[0]!r} is no name of a bucket")
+            raise ConfigError(f"{text}: no bucket can be called {path.parts[0]!r}")
         return path
 
     def check_writable(self, folder: PurePath, key: str) -> None:

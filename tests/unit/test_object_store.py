@@ -362,7 +362,7 @@ def test_a_wait_for_the_store_is_told_and_can_be_interrupted(
 def test_an_address_that_is_no_url_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     Server("s3", "127.0.0.1:9").use(monkeypatch)
     try:
-        with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL has to begin with http"):
+        with pytest.raises(ConfigError, match="such as AWS_ENDPOINT_URL, has to begin with http"):
             FolderLock(parse_path("s3://bucket/run")).take()
     finally:
         object_store.forget_clients()
@@ -391,7 +391,7 @@ def test_a_wrong_path_and_a_missing_bucket_are_one_line(
         with pytest.raises(ConfigError, match="expected s3://BUCKET/FOLDER"):
             make_job(tmp_path, corpus, f"--job.dump_folder={text}")
     for text in ("s3://bucket//run", "s3://bucket/./run", "s3://no bucket!/run"):
-        with pytest.raises(ConfigError, match=r"is empty or a dot|is no name of a bucket"):
+        with pytest.raises(ConfigError, match=r"leave out // and /./|no bucket can be called"):
             make_job(tmp_path, corpus, f"--job.dump_folder={text}")
     with pytest.raises(ConfigError, match="in a bucket, step-N names a checkpoint"):
         storage_of(folder).check_writable(folder / "step-2", "job.dump_folder")

@@ -158,7 +158,7 @@ def _local_disk() -> Iterator[None]:
 
 
 def _copy_and_hash(target: Path, path: PurePath) -> FileDigest:
-    """Copy the file at `path` over an existing one. Returns the digest of what was read."""
+    """Copy the file at `path` over an existing one. Returns the digest of the bytes that it has read."""
     sha, size, block = hashlib.sha256(), 0, memoryview(bytearray(BLOCK_BYTES))
     with _local_disk():
         writer = open(target, "r+b", buffering=0)  # noqa: SIM115 -- closed below

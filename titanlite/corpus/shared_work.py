@@ -82,8 +82,8 @@ def exists(output: PurePath) -> ConfigError:
 
 class SharedWork:
     """The objects of the preparation of `output`, of the job with the key `job`. Picklable: worker processes
-    send what they have made. `names`: of the finished work in the bucket, as last listed. `is_made`: whether
-    the dataset is complete. `is_over`: whether the work may be deleted."""
+    send the files that they have made. `names`: of the finished work in the bucket, as last listed.
+    `is_made`: whether the dataset is complete. `is_over`: whether the work may be deleted."""
 
     def __init__(self, output: PurePath, job: str, own_lock: str, lock: Lock | None = None):
         self.output, self.folder, self.job, self._own_lock = output, output / WORK, job, own_lock

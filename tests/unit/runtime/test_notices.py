@@ -105,7 +105,7 @@ def test_urls_and_files(server: str, tmp_path: Path) -> None:
     (tmp_path / "notice").touch()
     assert url()
     assert file()
-    with pytest.raises(ConfigError, match=r"--notice=gogle: expected a cloud, .*did you mean 'google'"):
+    with pytest.raises(ConfigError, match=r"--notice=gogle .*expected a cloud, .*did you mean 'google'"):
         notices.source_of("gogle")
 
 
