@@ -131,11 +131,13 @@ def delete(path: PurePath, *keys: str) -> None:
 
 def now(path: PurePath) -> datetime:
     """The time by the store's clock: the date of the empty object .clock beside `path`, which is replaced. It
-    is not deleted, because another process may be about to read its date."""
+    is not deleted, because another process may be about to read its date; it goes with its folder only."""
     key = f"{key_of(path.parent)}/.clock"
-    put(path, key, b"")
-    date: datetime = request(path, lambda client: client.head(key)["last_modified"])
-    return date
+    while True:
+        put(path, key, b"")
+        with suppress(FileNotFoundError):  # another process has deleted the folder meanwhile
+            date: datetime = request(path, lambda client: client.head(key)["last_modified"])
+            return date
 
 
 def check_conditions(path: PurePath) -> None:

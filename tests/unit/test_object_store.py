@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
@@ -234,6 +234,46 @@ def test_the_lease_of_a_process_that_ended_is_free(folder: PurePath, monkeypatch
         other.write_owner("late")
     assert error.value.errno == errno.ESTALE
     third.release()
+
+
+@OVER_HTTP
+def test_a_lock_that_is_deleted_meanwhile_is_created_again(
+    folder: PurePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the last worker of a preparation, while another one starts."""
+    before, lock = (storage_of(folder).lock(folder / "LOCK") for _ in range(2))
+    assert before.try_take()
+    before.release()
+    read = lock._read
+
+    def read_and_delete() -> Any:
+        found = read()
+        monkeypatch.setattr(lock, "_read", read)
+        bucket_objects.delete(folder, "runs/first/LOCK")
+        return found
+
+    monkeypatch.setattr(lock, "_read", read_and_delete)
+    assert lock.try_take()
+    bucket_objects.delete(folder, "runs/first/LOCK")
+    lock.write_owner("worker 1")
+    assert storage_of(folder).lock(folder / "LOCK").owner() == "worker 1"
+    lock.release()
+
+
+@OVER_HTTP
+def test_the_stores_clock_is_read_although_its_object_is_deleted_meanwhile(
+    folder: PurePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = bucket_objects.put
+
+    def put_and_delete(path: PurePath, key: str, data: bytes) -> None:
+        put(path, key, data)
+        bucket_objects.delete(path, key)
+        monkeypatch.setattr(bucket_objects, "put", put)
+
+    monkeypatch.setattr(bucket_objects, "put", put_and_delete)
+    assert abs((bucket_objects.now(folder / "LOCK") - datetime.now(timezone.utc)).total_seconds()) < 60
+    assert bucket_objects.put is put
 
 
 def test_a_lease_that_another_process_has_taken_is_lost(
