@@ -130,12 +130,14 @@ def delete(path: PurePath, *keys: str) -> None:
 
 
 def now(path: PurePath) -> datetime:
-    """The time by the store's clock, by the date of an object that is made beside `path` and deleted."""
-    key = f"{key_of(path.parent)}/.clock-{uuid.uuid4().hex[:8]}"
-    put(path, key, b"")
-    now: datetime = request(path, lambda client: client.head(key)["last_modified"])
-    delete(path, key)
-    return now
+    """The time by the store's clock: the date of the empty object .clock beside `path`, which is replaced. It
+    is not deleted, because another process may be about to read its date; it goes with its folder only."""
+    key = f"{key_of(path.parent)}/.clock"
+    while True:
+        put(path, key, b"")
+        with suppress(FileNotFoundError):  # another process has deleted the folder meanwhile
+            date: datetime = request(path, lambda client: client.head(key)["last_modified"])
+            return date
 
 
 def check_conditions(path: PurePath) -> None:
@@ -184,17 +186,16 @@ def _answer(answers: SimpleQueue[Any], path: PurePath) -> Any:
     """The next answer. Raises Empty if there is none in PATIENCE_S in the body of `impatient`."""
     with suppress(Empty):
         return answers.get(timeout=SAY_AFTER_S)
-    now = time.monotonic()
-    if not told_at or now - told_at[0] > SAY_AGAIN_S:
+    if not told_at or time.monotonic() - told_at[0] > SAY_AGAIN_S:
         tell(f"{path}: no answer of the store for {SAY_AFTER_S:.0f} s; waiting for it")
-        told_at[:] = [now]
+        told_at[:] = [time.monotonic()]
     return answers.get(timeout=PATIENCE_S - SAY_AFTER_S if is_impatient else None)
 
 
 @contextmanager
 def impatient() -> Iterator[None]:
-    """In the body, a request of the main thread is waited for at most PATIENCE_S. Its thread may go on, so
-    that what it writes may still be written later, but not after the time of all repetitions."""
+    """In the body, the main thread waits for a request at most PATIENCE_S. The request itself is repeated for
+    up to two minutes more (RETRIES) and may still change the store in that time."""
     is_impatient.append(True)
     try:
         yield
@@ -242,7 +243,8 @@ def errors(path: PurePath) -> Iterator[None]:
         if type(e).__name__ != "PanicException":
             raise
         raise ConfigError(
-            f"{path}: obstore stopped ({e}); AWS_ENDPOINT_URL has to begin with http:// or https://"
+            f"{path}: obstore stopped ({e}); an address of a store, such as AWS_ENDPOINT_URL, has to begin "
+            "with http:// or https://"
         ) from None
 
 
@@ -284,27 +286,28 @@ class Ranges(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        data = self._range(min(self._at + len(buffer), self._size))
-        buffer[: len(data)] = data
-        return len(data)
+        at = 0
+        for data in self._ranges(min(self._at + len(buffer), self._size)):
+            buffer[at : at + len(data)] = data  # not joined first: a block is in memory twice, not four times
+            at += len(data)
+        return at
 
     def readall(self) -> bytes:
-        return self._range(self._size)
+        return b"".join(self._ranges(self._size))
 
-    def _range(self, end: int) -> bytes:
+    def _ranges(self, end: int) -> list[Any]:
         """The bytes from here to `end`, by parallel requests."""
         starts = range(self._at, end, READ_BYTES)
         if not starts:
-            return b""
+            return []
         ends = [min(start + READ_BYTES, end) for start in starts]
         options = {"starts": list(starts), "ends": ends, "coalesce": 0}
         ranges = request(self._path, lambda client: client.get_ranges(self._key, **options))
-        data = b"".join(map(bytes, ranges))
-        if len(data) != end - self._at:
-            problem = f"{len(data)} of {end - self._at} bytes came back"
-            raise OSError(errno.EREMOTEIO, problem, str(self._path))
+        size = sum(map(len, ranges))
+        if size != end - self._at:
+            raise OSError(errno.EREMOTEIO, f"{size} of {end - self._at} bytes came back", str(self._path))
         self._at = end
-        return data
+        return list(ranges)
 
 
 class NewObject:

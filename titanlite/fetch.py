@@ -11,88 +11,102 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.commit import CheckpointError
-from titanlite.checkpoint.digest import digest_file, gib
+from titanlite.checkpoint.commit import CheckpointError, Damaged, Manifest
+from titanlite.checkpoint.digest import FileDigest, digest_file, fault_of, first_fault, gib
 from titanlite.config.component import ConfigError
 from titanlite.config.paths import check_new
 from titanlite.files import hash_stream, make_folder, new_folder
 from titanlite.log import tell
 from titanlite.progress import Progress
 from titanlite.runtime.environment import user_cache
-from titanlite.storage import storage_of, upload
+from titanlite.storage import FileVersion, storage_of, upload
 
 BLOCK_BYTES = 8 << 20
-LAST = ("model.safetensors.index.json", "config.json", "adapter_config.json", commit.MANIFEST)
-"""The files of exports, adapters and checkpoints that are written last, in this order."""
-MAX_FILES = 10_000  # of a folder that is no checkpoint
+LAST = (
+    "model.safetensors.index.json", "config.json", "adapter_config.json", "meta_000000.json", commit.MANIFEST,
+)  # fmt: skip
+"""The files of exports (meta_000000.json: of nanochat's format), adapters and checkpoints that are written
+last, in this order."""
 
 
 def local_copy(path: PurePath) -> Path:
     """A local path as it is; otherwise a copy of the checkpoint at `path`, of the newest checkpoint of a run
-    folder, or of a folder with other files. A copy of a checkpoint is made once, and its hashes are checked.
-    Several processes may call this at once. Raises ConfigError, or CheckpointError for a damaged
-    checkpoint."""
+    folder, or of a folder with other files. A copy of a checkpoint is made once, and its hashes are checked;
+    of other files once for each version of theirs. Several processes may call this at once. Raises
+    ConfigError, or CheckpointError for a damaged checkpoint."""
     if isinstance(path, Path):
         return path
+    storage = storage_of(path)
     steps = commit.list_committed(path) or commit.list_committed(path / "checkpoint")
-    is_one = commit.step_of(path) is not None or storage_of(path).exists(path / commit.MANIFEST)
+    is_one = commit.step_of(path) is not None or storage.exists(path / commit.MANIFEST)
     checkpoint = path if is_one else steps[-1][1] if steps else None
     if checkpoint is None:
         return _copy_of_files(path)
-    if not storage_of(checkpoint).is_folder(checkpoint):
+    if not storage.is_folder(checkpoint):
         raise ConfigError(f"{checkpoint}: there is no such checkpoint")
     try:
         manifest = commit.check(checkpoint)
-    except commit.Damaged as e:
-        raise CheckpointError(f"{checkpoint} is damaged: {e}") from None
-    folder = _cache() / manifest["sha256"][:32] / f"step-{manifest['step']}"
-    with _alone(folder.parent):
-        if folder.exists():
-            return folder
-        digests = {name: (d.size, d.sha256) for name, d in commit.digests(manifest).items()}
-        size = gib(commit.total_size(manifest))
-        tell(f"copying {checkpoint} ({size}) to {folder.parent}")
-        with new_folder(folder) as partial:
-            for name, expected in {**digests, commit.MANIFEST: None}.items():
-                if _fetch(checkpoint / name, partial / name) != expected and expected is not None:
-                    raise CheckpointError(f"{checkpoint / name} is not what was written: its SHA-256 differs")
+        folder = _cache() / manifest["sha256"][:32] / f"step-{manifest['step']}"
+        with _alone(folder.parent):
+            if not folder.exists():
+                tell(f"copying {checkpoint} ({gib(commit.total_size(manifest))}) to {folder.parent}")
+                with new_folder(folder) as partial:
+                    _copy_checkpoint(checkpoint, manifest, partial)
+    except Damaged as e:
+        is_there = storage.is_folder(checkpoint)  # a run that goes on deletes old ones
+        reason = f"is damaged: {e}" if is_there else "was deleted while it was read"
+        raise CheckpointError(f"{checkpoint} {reason}") from None
     return folder
 
 
-def local_run(path: PurePath) -> Path:
-    """A local run folder as it is; otherwise a copy of its records and of the small files of its checkpoints,
-    which is renewed by each call."""
+@contextmanager
+def verified_copy(path: PurePath, manifest: Manifest) -> Iterator[Path]:
+    """Verify the contents of a checkpoint. Yields its path on a local disk, otherwise that of a copy in
+    $TMPDIR, which is deleted when the body ends. Raises Damaged."""
     if isinstance(path, Path):
-        return path
-    storage = storage_of(path)
-    folder = _cache() / hashlib.sha256(str(path).encode()).hexdigest()[:32] / path.name
-    with _alone(folder.parent):
-        names = [file.name for file in storage.list(path) if not storage.is_folder(file)]
-        for step, _ in commit.list_committed(path / "checkpoint"):
-            names += [f"checkpoint/step-{step}/{name}" for name in (commit.MANIFEST, "train.json")]
-        if not names:
-            raise ConfigError(f"{path}: there is no such folder")
-        for name in names:
-            make_folder((folder / name).parent)
-            _fetch(path / name, folder / name)
-    return folder
+        if reason := first_fault(path, commit.digests(manifest)):
+            raise Damaged(reason)
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="titanlite-verify-") as folder:
+        _copy_checkpoint(path, manifest, Path(folder))
+        yield Path(folder)
+
+
+def _copy_checkpoint(path: PurePath, manifest: Manifest, folder: Path) -> None:
+    """Copy the files of a checkpoint into an empty folder. Raises Damaged for one that is not as it was
+    written."""
+    for name, expected in commit.digests(manifest).items():
+        if reason := fault_of(path / name, expected, lambda source: _fetch(source, folder / source.name)):
+            raise Damaged(reason)
+    (folder / commit.MANIFEST).write_text(commit.manifest_text(manifest))
 
 
 def _copy_of_files(path: PurePath) -> Path:
-    """A copy of all files directly in a folder."""
-    storage = storage_of(path)
-    files = [file for file in storage.list(path) if not storage.is_folder(file)]
+    """A copy of all files directly in a folder, whose tags tell it from one of other contents."""
+    files = _files_in(path)
     if not files:
         raise ConfigError(f"{path}: there is no such folder")
-    about = "".join(sorted(f"{file}{storage.size(file)}" for file in files))
+    about = repr(sorted((str(file), *version) for file, version in files.items()))
     folder = _cache() / hashlib.sha256(about.encode()).hexdigest()[:32] / path.name
     with _alone(folder.parent):
         if not folder.exists():
             tell(f"copying {path} to {folder.parent}")
             with new_folder(folder) as partial:
-                for file in files:
-                    _fetch(file, partial / file.name)
+                try:
+                    for file in files:
+                        _fetch(file, partial / file.name)
+                    is_same = _files_in(path) == files
+                except FileNotFoundError:  # deleted since
+                    is_same = False
+                if not is_same:
+                    raise ConfigError(f"{path} changed while it was copied; repeat the command")
     return folder
+
+
+def _files_in(folder: PurePath) -> dict[PurePath, FileVersion]:
+    files = storage_of(folder).files_below(folder)
+    return {file: version for file, version in files.items() if file.parent == folder}
 
 
 def check_target(target: PurePath, key: str) -> None:
@@ -102,8 +116,6 @@ def check_target(target: PurePath, key: str) -> None:
         check_new(target, key)
         return
     storage_of(target).check_writable(target, key)
-    if any(commit.step_of(PurePath(part)) is not None for part in target.parts):
-        raise ConfigError(f"{target}: in a bucket, step-N names a checkpoint of a run; choose another", key)
     if any(storage_of(target).exists(target / name) for name in LAST[1:]):
         raise ConfigError(f"{target} exists; choose another, or delete it", key)
 
@@ -158,7 +170,7 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _fetch(source: PurePath, target: Path) -> tuple[int, str]:
+def _fetch(source: PurePath, target: Path) -> FileDigest:
     """Copy a file. Returns the size and the SHA-256 of the copy."""
     size = storage_of(source).size(source)
     bar = Progress(total=size, desc=source.name, unit="B", unit_scale=True, delay=2, leave=False)
@@ -167,4 +179,4 @@ def _fetch(source: PurePath, target: Path) -> tuple[int, str]:
             writer.write(block)
             bar.update(len(block))
     with open(target, "rb") as copied:
-        return hash_stream(copied, target)
+        return FileDigest(*hash_stream(copied, target))

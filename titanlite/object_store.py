@@ -83,9 +83,9 @@ class ObjectStore(Storage):
         if path.is_absolute() or len(path.parts) < 2 or ".." in path.parts:
             raise ConfigError(f"{text}: expected {self.name}://BUCKET/FOLDER")
         if "/".join(path.parts) != name.removesuffix("/"):
-            raise ConfigError(f"{text}: a name in a URL is empty or a dot")
+            raise ConfigError(f"{text}: a folder has an empty name or is a dot; leave out // and /./")
         if not BUCKET.fullmatch(path.parts[0]):
-            raise ConfigError(f"{text}: {path.parts[0]!r} is no name of a bucket")
+            raise ConfigError(f"{text}: no bucket can be called {path.parts[0]!r}")
         return path
 
     def check_writable(self, folder: PurePath, key: str) -> None:
@@ -303,6 +303,12 @@ class S3Path(PurePosixPath):
     def __str__(self) -> str:
         return f"{self.storage.name}://{super().__str__()}"
 
+    def __eq__(self, other: object) -> bool:  # before Python 3.12, PurePath's ignores the scheme
+        return type(other) is type(self) and str(other) == str(self)
+
+    def __hash__(self) -> int:
+        return hash((type(self), str(self)))
+
 
 class GoogleCloudPath(S3Path):
     storage = GoogleCloud()
@@ -435,9 +441,10 @@ class _Lease(Lock):
         try:
             self._write("create" if meta is None else _version_of(meta))
         except OSError as e:
-            if e.errno in (errno.EEXIST, errno.ESTALE):
-                return False  # another process was faster
-            raise
+            if e.errno not in (errno.EEXIST, errno.ESTALE):
+                raise
+            # another process was faster, or the object was deleted meanwhile
+            return self._read()[0] is None and self.try_take()
         self._finish_renames()
         self._renewals = threading.Thread(target=self._keep, name="lease", daemon=True)
         self._renewals.start()
@@ -448,8 +455,7 @@ class _Lease(Lock):
 
     def write_owner(self, text: str) -> None:
         self._text = text
-        with self._mutex:
-            self._write(self._version)
+        self._replace()
 
     def is_lost(self) -> bool:
         if time.monotonic() - self._renewed > LEASE.total_seconds():  # suspended, or the store was away
@@ -511,17 +517,20 @@ class _Lease(Lock):
             with suppress(OSError):  # a store that does not answer now; the lease may outlast it
                 self._renew()
 
+    def _replace(self) -> None:
+        """Replace the object, or create it again if it was deleted."""
+        with self._mutex:
+            try:
+                self._write(self._version)
+            except OSError as e:
+                if e.errno not in (errno.ESTALE, errno.ENOENT) or self._read()[0] is not None:
+                    raise
+                self._write("create")
+
     def _renew(self) -> None:
-        """Replace the object, or create it again if it was deleted. If another process has taken the lock
-        since, it is lost."""
+        """Replace the object. If another process has taken the lock since, it is lost."""
         try:
-            with self._mutex:
-                try:
-                    self._write(self._version)
-                except OSError as e:
-                    if e.errno not in (errno.ESTALE, errno.ENOENT) or self._read()[0] is not None:
-                        raise
-                    self._write("create")
+            self._replace()
         except OSError as e:
             if e.errno not in (errno.ESTALE, errno.EEXIST):
                 raise

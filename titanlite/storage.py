@@ -360,9 +360,9 @@ def parse_path(text: str, key: str | None = None) -> PurePath:
     """The path that a text names, such as the value of the TOML key `key`. Raises ConfigError for a scheme
     that no storage has, and for a misspelt one, which would name a local folder `s3:`."""
     scheme = match[1] if (match := URL.match(text)) else None
-    start = text.partition(":")[0]
-    if start != text and scheme != start.lower() in Storage.choices:
-        raise ConfigError(f"{text}: a URL of this storage begins with {start.lower()}://", key)
+    start = text.partition(":")[0].lower()
+    if ":" in text and start in Storage.choices and scheme != start:
+        raise ConfigError(f"{text}: a URL of this storage begins with {start}://", key)
     if scheme is None:
         return Path(text)
     if scheme not in Storage.choices:

@@ -66,7 +66,7 @@ def errors_on_rank(
     return max((a - b[:, own]).abs().max().item() for a, b in zip(actual, wanted))
 
 
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("documents", [full(False), True])
 @pytest.mark.parametrize(
     ("ranks", "window"),
     [(2, 4), full(2, 1), full(2, 2), full(2, SIZE), full(2, SIZE + 1), full(3, SIZE), full(4, 3)],

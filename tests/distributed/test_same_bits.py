@@ -291,7 +291,8 @@ def with_norms_by_shard(*args: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "control", [full(with_torchs_sums), with_swapped_ranks, full(with_norms_by_shard), full(train_on_rank)]
+    "control",
+    [full(with_torchs_sums), full(with_swapped_ranks), full(with_norms_by_shard), full(train_on_rank)],
 )
 def test_control_other_sums_have_other_bits(run: Run, control: Callable[..., None]) -> None:
     key = "--training.deterministic" if control is train_on_rank else ON

@@ -24,6 +24,7 @@ KEYS = [
 ]
 
 
+@pytest.mark.full
 def test_runs_train_with_it(tmp_path: Path, corpus: Path, run_on: Any) -> None:
     keys = [*KEYS, f"--data.cache_dir={tmp_path}/cache", "--generation.prompts=['ab']"]
     for world_size in (1, 2):

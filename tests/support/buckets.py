@@ -199,8 +199,9 @@ def seaweedfs(folder: Path) -> Iterator[str]:
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` neighbouring ports that are free now, as are those 10,000 above, for gRPC."""
-    for first in range(20_000 + os.getpid() % 10_000, 45_000, count):
+    """The first of `count` neighbouring ports that are free now, as are those 10,000 above, for gRPC. Test
+    processes that start servers at the same time, with neighbouring process ids, begin 16 ports apart."""
+    for first in range(20_000 + 16 * os.getpid() % 10_000, 45_000, count):
         try:
             for port in (*range(first, first + count), *range(first + 10_000, first + 10_000 + count)):
                 with socket.socket() as probe:

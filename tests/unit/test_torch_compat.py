@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend
 
 from tests.support.fsdp import reshards_after_forward
+from tests.support.tiers import full
 from titanlite import torch_compat
 from titanlite.parallel.fsdp import reshard
 from titanlite.runtime import process
@@ -658,7 +659,7 @@ def test_torch_asks_flash_attention_4_for_deterministic_gradients() -> None:
 # ---- compiled and sharded blocks
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", [full("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_copies_of_8_bit_weights_are_made_in_the_backward(device: str) -> None:
     from torchao.float8 import convert_to_float8_training
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args

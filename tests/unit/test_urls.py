@@ -70,6 +70,16 @@ def test_a_configuration_is_no_url() -> None:
         load_job("s3://b/job.toml")
 
 
+def test_paths_of_different_storages_differ() -> None:
+    """Before Python 3.12, paths of pathlib are equal if their parts are."""
+    path, *others = [parse_path(text) for text in ("s3://b/x", "gs://b/x", "az://b/x", "b/x")]
+    assert len({path, *others}) == 4
+    assert all(path != other for other in others)
+    same = parse_path("s3://b/x/y").parent
+    assert path == same
+    assert hash(path) == hash(same)
+
+
 def test_every_option_takes_a_url_or_refuses_it() -> None:
     found = {}
     for verb in commands.verbs():
@@ -156,6 +166,7 @@ def test_targets_in_a_bucket(
     assert "has other files, such as notes.txt" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_tensorboard_and_profiles_in_a_bucket(
     tmp_path: Path, corpus: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,10 +31,7 @@ def checkpoints_below(path: PurePath) -> list[tuple[int, Any]]:
     if (step := commit.step_of(path)) is not None:
         return [(step, path)]
     if (path / commit.MANIFEST).exists():  # a copy of a step folder under another name
-        try:
-            return [(commit.read_manifest(path)["step"], path)]
-        except commit.Damaged as e:
-            raise CheckpointError(f"{path} is damaged: {e}") from None
+        return [(_recorded_step(path), path)]
     folders = list(_checkpoint_folders(path))
     if not folders:
         raise ConfigError(f"{path} holds no checkpoint: give a run folder, or one of its step-N folders")
@@ -52,10 +49,18 @@ def _checkpoints_in(path: P) -> list[tuple[int, P]]:
     if (step := commit.step_of(path)) is not None and storage_of(path).exists(path):
         return [(step, path)]
     if storage_of(path).exists(path / commit.MANIFEST):  # an average
-        return [(commit.read_manifest(path)["step"], path)]
+        return [(_recorded_step(path), path)]
     if checkpoints := commit.list_committed(path) or commit.list_committed(path / "checkpoint"):
         return checkpoints
     raise ConfigError(f"{path} holds no checkpoint: give a run folder, or one of its step-N folders")
+
+
+def _recorded_step(path: PurePath) -> int:
+    """The step of a checkpoint whose path does not name it."""
+    try:
+        return commit.read_manifest(path)["step"]
+    except commit.Damaged as e:
+        raise CheckpointError(f"{path} is damaged: {e}") from None
 
 
 def _checkpoint_folders(path: Path) -> Iterator[Path]:

@@ -46,14 +46,15 @@ class FolderLock:
                 raise
             raise ConfigError(f"{self.folder} cannot be written to: {e}", "job.dump_folder") from None
         wait_s = WAIT_S if wait_s is None else wait_s
-        deadline, pause_s = time.monotonic() + wait_s, POLL_S
+        deadline, pause_s, has_warned = time.monotonic() + wait_s, POLL_S, False
         while not self._lock.try_take():
             if time.monotonic() >= deadline:
                 in_use = self._in_use()
                 self.close()
                 raise ConfigError(f"{in_use}; stop it, or choose another --job.dump_folder")
-            if pause_s == POLL_S:
+            if not has_warned:
                 logger.warning(f"{self._in_use()}; waiting up to {wait_s:.0f} s for it to end")
+                has_warned = True
             time.sleep(pause_s)
             pause_s = min(1.2 * pause_s, MAX_POLL_S)
         return True

@@ -7,8 +7,10 @@ the whole checkpoint. A shard that finds no room is read in place and hashed aft
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
+import os
 import shutil
 import tempfile
 import uuid
@@ -27,7 +29,7 @@ from titanlite.log import logger
 from titanlite.ranks import Ranks
 from titanlite.storage import storage_of
 
-BLOCK_BYTES = 32 << 20  # an object store reads a block by several requests at a time
+BLOCK_BYTES = 16 << 20  # in memory per thread; an object store reads a block by two requests at a time
 SPARE_BYTES = 1 << 30  # left free on the disk, which has other users
 
 
@@ -116,11 +118,9 @@ class NodeCopies(HashingFileSystem):
 
     def _make_copy(self, path: PurePath, copy: Path) -> None:
         expected, unfinished = self._shards[path.name], copy.with_suffix(".unfinished")
-        with _local_disk():
-            free = shutil.disk_usage(self.folder).free
-        if free < expected.size + SPARE_BYTES:
-            raise NoRoom(f"{free:,} bytes are free")
         try:
+            with _local_disk():
+                self._reserve(unfinished, expected.size)
             if reason := fault_of(path, expected, partial(_copy_and_hash, unfinished)):
                 raise Damaged(reason)
             with _local_disk():
@@ -128,6 +128,20 @@ class NodeCopies(HashingFileSystem):
         finally:
             with suppress(OSError):
                 unfinished.unlink()
+
+    def _reserve(self, file: Path, size: int) -> None:
+        """Make a file that has its space on the disk already: the threads and ranks of a node begin copies
+        together, which must not count on the same free space. Raises NoRoom."""
+        with open(self.folder / ".room.lock", "wb") as lock, open(file, "wb") as new:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            free = shutil.disk_usage(self.folder).free
+            if free < size + SPARE_BYTES:
+                raise NoRoom(f"{free:,} bytes are free")
+            try:
+                os.posix_fallocate(new.fileno(), 0, size)
+            except (AttributeError, OSError) as e:  # macOS and some file systems cannot: copies may use more
+                if getattr(e, "errno", None) not in (None, errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
 
 
 class NoRoom(Exception):
@@ -144,15 +158,15 @@ def _local_disk() -> Iterator[None]:
 
 
 def _copy_and_hash(target: Path, path: PurePath) -> FileDigest:
-    """Copy the file at `path`. Returns the digest of what was read."""
-    sha, size = hashlib.sha256(), 0
+    """Copy the file at `path` over an existing one. Returns the digest of the bytes that it has read."""
+    sha, size, block = hashlib.sha256(), 0, memoryview(bytearray(BLOCK_BYTES))
     with _local_disk():
-        writer = open(target, "wb", buffering=0)  # noqa: SIM115 -- closed below
+        writer = open(target, "r+b", buffering=0)  # noqa: SIM115 -- closed below
     with writer, storage_of(path).open(path) as reader:
-        while block := reader.read(BLOCK_BYTES):
-            sha.update(block)
-            size += len(block)
-            left = memoryview(block)
+        while count := reader.readinto(block):
+            sha.update(block[:count])
+            size += count
+            left = block[:count]
             while left:
                 with _local_disk():
                     left = left[writer.write(left) or 0 :]

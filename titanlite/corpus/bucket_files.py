@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -28,31 +29,34 @@ def find_inputs(patterns: Sequence[str], key: str) -> list[PurePath]:
     tell_passed_over(urls, passed_over)
     if not files:
         raise no_files(patterns, key)
-    return sorted(files, key=lambda file: (not isinstance(file, Path), file))
+    # Before Python 3.12, a path of s3:// is neither less nor more than the same path of gs://.
+    return sorted(files, key=lambda file: (not isinstance(file, Path), storage_of(file).name, file))
 
 
 def _found(url: str, key: str, passed_over: Counter[str]) -> set[PurePath]:
-    """Return the files that a URL names, and count those that are not read."""
+    """Return the files that a URL names, and add those that are not read to `passed_over`."""
     path = parse_path(url, key)
-    if isinstance(path, Path):  # file://
-        return set(find_files([str(path)], key, is_told=True))
     storage = storage_of(path)
     wild = next((i for i, part in enumerate(path.parts) if set(part) & set(WILDCARDS)), len(path.parts))
     if wild == 0:
         raise ConfigError(f"{url}: a bucket is named without wildcards", key)
-    folder = path
-    while len(folder.parts) > wild:
-        folder = folder.parent
     try:
+        if wild < len(path.parts) and storage.exists(path):  # a name may contain a glob's characters
+            wild = len(path.parts)
         if wild == len(path.parts) and not storage.is_folder(path):
             remember_listed({path: FileVersion(storage.size(path), storage.tag(path))})
             return {path}
+        folder = path
+        while len(folder.parts) > wild:
+            folder = folder.parent
         below = storage.files_below(folder)
     except FileNotFoundError:
         raise ConfigError(f"no such file: {url!r}", key) from None
     except OSError as e:
+        if e.errno == errno.EREMOTEIO:  # a store that does not answer: exit code 1
+            raise
         raise ConfigError(f"{url} cannot be read: {e.strerror or e}", key) from None
-    found, names = set[PurePath](), path.parts[wild:]
+    found, others, names = set[PurePath](), Counter[str](), path.parts[wild:]
     for file, version in below.items():
         parts = file.parts[wild:]
         is_named = bool(names) and _matches(parts, names)
@@ -66,9 +70,10 @@ def _found(url: str, key: str, passed_over: Counter[str]) -> set[PurePath]:
         if (is_named and not is_folder) or has_text(file):
             found.add(file)
         else:
-            passed_over[file.suffix.lower() or "without a suffix"] += file.name not in METADATA
-    if not found and not passed_over:
+            others[file.suffix.lower() or "without a suffix"] += file.name not in METADATA
+    if not found and not others:
         raise ConfigError(f"no such file: {url!r}", key)
+    passed_over.update(others)
     remember_listed({file: below[file] for file in found})
     return found
 

@@ -97,10 +97,10 @@ def _prepare_shared(
         if not all(map(state.is_assembled, shards)):
             shutil.rmtree(state.folder, ignore_errors=True)  # all of this worker's work is in the bucket
             return None
-        records = shared.records(map(state.shared_shard, shards))
+        names = list(map(state.shared_shard, shards))
+        records = shared.records(names)
         _describe(state, records, origin)
-        tags = {name: tag for record in records for name, tag in record["tags"].items()}
-        shared.complete(state.folder, tags)
+        shared.complete(state.folder, {name: record["tags"] for name, record in zip(names, records)})
     shutil.rmtree(state.folder, ignore_errors=True)
     return open_made(shared.output)
 
@@ -269,7 +269,8 @@ def locked(folder: Path, output: PurePath, worker: tuple[int, int]) -> Iterator[
         try:
             make_folder(folder)
         except OSError as e:
-            raise ConfigError(f"cannot make {folder}: {e.strerror}", "output") from None
+            key = "output" if isinstance(output, Path) else None  # of a bucket's, it is in the cache folder
+            raise ConfigError(f"cannot make {folder}: {e.strerror}", key) from None
         with open(folder / f"lock-{worker[0]}-of-{worker[1]}", "a") as lock:
             _lock(lock, f"another process that prepares {output.name}")
             if not os.fstat(lock.fileno()).st_nlink:  # the previous holder has deleted the folder

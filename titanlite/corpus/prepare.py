@@ -158,6 +158,14 @@ def _check(job: Prepare, output: PurePath) -> None:
     if job.share[1] == 1 and is_made(output):
         raise exists(output)
     folder = work_folder(output, job.share)
-    check_writable(folder.parent, "output")
+    try:
+        check_writable(folder.parent, "output")
+    except ConfigError as e:
+        if isinstance(output, Path):
+            raise
+        raise ConfigError(
+            f"{e}; the unfinished work for {output} is kept there: choose another cache folder by "
+            "XDG_CACHE_HOME"
+        ) from None
     if is_begun or folder.exists():
         print(f"continuing {folder if isinstance(output, Path) else output}", file=sys.stderr)

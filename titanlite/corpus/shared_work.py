@@ -8,17 +8,23 @@
     OUTPUT/dataset.json                       last, created only if there is none
 
 A dataset without dataset.json does not exist. Splits are tokenised and shards assembled in a folder of the
-local disk (stages.py), each worker in its own. An object is created only if there is none, so it is whole or
-missing. Its name has the key of its stage, a hash of all inputs, so a listing says what is done. Worker
-processes use a bucket themselves: they are spawned, never forked."""
+local disk (stages.py), each worker in its own. An object is whole or missing. The name of a record has the
+key of its stage, a hash of all inputs, so a listing says what is done. Worker processes use a bucket
+themselves: they are spawned, never forked.
+
+A file of at most bucket_objects.SMALL_BYTES is created only if there is none. A larger one is sent in parts,
+on no such condition: a process that stood still meanwhile may replace a shard of the job that has taken its
+place. That job finds another tag before it creates dataset.json and ends, and the same command makes the
+shard again. If the shard is replaced after that, its hash is not the one in dataset.json."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
@@ -30,7 +36,6 @@ from titanlite.data.remote_shards import RemoteTokens
 from titanlite.data.shards import PreparedTokens, TokenShards
 from titanlite.files import hash_file, hash_stream
 from titanlite.log import logger
-from titanlite.object_store import RENAMED
 from titanlite.storage import Lock, storage_of
 
 T = TypeVar("T")
@@ -58,11 +63,8 @@ def open_made(output: PurePath) -> PreparedTokens:
 def check_output(output: PurePath) -> bool:
     """Return whether there is unfinished work in a bucket. Raises ConfigError if no dataset can be made at
     `output`: the bucket is missing or refuses, or has other objects there."""
-    if any(RENAMED.fullmatch(part) for part in output.parts):
-        raise ConfigError(
-            f"{output}: a name such as step-100 is that of a checkpoint; choose another", "output"
-        )
     storage = storage_of(output)
+    storage.check_writable(output, "output")
     with _errors(output):
         names = {path.name for path in storage.list(output)}
         if names and not names & {WORK, DESCRIPTION}:
@@ -80,8 +82,8 @@ def exists(output: PurePath) -> ConfigError:
 
 class SharedWork:
     """The objects of the preparation of `output`, of the job with the key `job`. Picklable: worker processes
-    send what they have made. `names`: of the finished work in the bucket, as last listed. `is_made`: whether
-    the dataset is complete. `is_over`: whether the work may be deleted."""
+    send the files that they have made. `names`: of the finished work in the bucket, as last listed.
+    `is_made`: whether the dataset is complete. `is_over`: whether the work may be deleted."""
 
     def __init__(self, output: PurePath, job: str, own_lock: str, lock: Lock | None = None):
         self.output, self.folder, self.job, self._own_lock = output, output / WORK, job, own_lock
@@ -104,9 +106,8 @@ class SharedWork:
 
     def delete_others(self, names: Collection[str]) -> None:
         """Delete the work of earlier jobs: all but the objects with these names, and locks."""
-        for name in sorted(self.names - set(names)):
-            if not name.startswith(LOCKS[:-1]):
-                self._storage.delete(self.folder / name)
+        others = [name for name in self.names - set(names) if not name.startswith(LOCKS[:-1])]
+        self.for_all(lambda name: self._storage.delete(self.folder / name), others)
 
     # ---- objects
 
@@ -189,28 +190,13 @@ class SharedWork:
 
     # ---- the end
 
-    def complete(self, folder: Path, files: dict[str, str]) -> None:
-        """Complete the dataset with report.json and dataset.json of a local folder. `files`: the tags of the
-        shards' files. Raises ConfigError if a file is missing or was changed, or if there is another
-        dataset."""
-        stored = {
-            path.name: version.tag.strip('"')
-            for path, version in self._storage.files_below(self.output).items()
-            if path.parent == self.output
-        }
-        for name, tag in files.items():
-            if stored.get(name) != tag.strip('"'):
-                shard = name.partition(".")[0]
-                for path in self._storage.list(self.folder, f"shard-{shard}-*"):
-                    self._storage.delete(path)
-                raise ConfigError(
-                    f"{self.output / name} was deleted or changed; start the same command again, which "
-                    "makes it again"
-                )
-        for name in stored.keys() - files.keys():  # of an earlier job with more shards
-            if OF_SHARDS.fullmatch(name):
-                self._storage.delete(self.output / name)
-        if not self._has_place() and not is_made(self.output):
+    def complete(self, folder: Path, tags: Mapping[str, Mapping[str, str]]) -> None:
+        """Complete the dataset with report.json and dataset.json of a local folder. `tags`: by the name of
+        each shard's record, the tags of the shard's files. Raises ConfigError if a file is missing or was
+        changed, if another process has taken this worker's place, or if there is another dataset."""
+        if self._has_place():
+            self._check_files(tags)
+        elif not is_made(self.output):  # asked later: a worker that completes it then deletes the locks
             raise self._overtaken()
         self._send(folder / "report.json", self.output / "report.json")
         try:
@@ -218,6 +204,25 @@ class SharedWork:
         except FileExistsError:
             raise exists(self.output) from None
         self.is_made = True
+
+    def _check_files(self, tags: Mapping[str, Mapping[str, str]]) -> None:
+        """Raise ConfigError if a shard's file is missing or was changed, after deleting the shard's record.
+        Delete the shards that an earlier job had more than this one."""
+        stored = {
+            path.name: version.tag.strip('"')
+            for path, version in self._storage.files_below(self.output).items()
+            if path.parent == self.output
+        }
+        for record, files in tags.items():
+            for name, tag in files.items():
+                if stored.pop(name, None) != tag.strip('"'):
+                    self._storage.delete(self.folder / record)
+                    raise ConfigError(
+                        f"{self.output / name} was deleted or changed; start the same command again, which "
+                        "makes it again"
+                    )
+        others = [self.output / name for name in stored if OF_SHARDS.fullmatch(name)]
+        self.for_all(self._storage.delete, others)
 
 
 @contextmanager
@@ -247,8 +252,8 @@ def joined(output: PurePath, worker: tuple[int, int], job: str) -> Iterator[Shar
         work.is_made = is_made(output)  # listed later: a worker that completes it then deletes the work
         yield work
     except ConfigError:
-        if worker[1] == 1 and all(path.match(LOCKS) for path in storage.list(folder)):  # no work is done
-            work.is_over = True
+        if worker[1] == 1 and not lock.is_lost() and all(path.match(LOCKS) for path in storage.list(folder)):
+            work.is_over = True  # no work is done
         raise
     finally:
         lock.release()
@@ -290,8 +295,11 @@ def _create(path: PurePath, data: bytes) -> None:
 
 @contextmanager
 def _errors(output: PurePath) -> Iterator[None]:
-    """Raise an error of the storage as a ConfigError."""
+    """Raise an error of the storage as a ConfigError, except that of a store that does not answer, which ends
+    the command with exit code 1."""
     try:
         yield
     except OSError as e:
+        if e.errno == errno.EREMOTEIO:
+            raise
         raise ConfigError(f"{output} cannot be written to: {e.strerror or e}", "output") from None

@@ -4,8 +4,8 @@
     encode a shard's splits -> assemble the shard
 
 Last, a stage writes its marker: a JSON file with a key that is a hash of all inputs. A stage whose marker has
-the current key is done. If the output is in a bucket, scans, duplicates and shards are sent there, and only
-what is there is done for all workers (shared_work.py)."""
+the current key is done. If the output is in a bucket, scans, duplicates and shards are sent there, and a
+stage is done once its result is in the bucket (shared_work.py)."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class JobState:
         finally:
             path.unlink(missing_ok=True)
 
-    # ---- what is done
+    # ---- finished stages
 
     def is_scanned(self, index: int) -> bool:
         """Return whether a split is scanned."""

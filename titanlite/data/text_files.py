@@ -9,6 +9,7 @@ blocks."""
 from __future__ import annotations
 
 import codecs
+import errno
 import hashlib
 import json
 import zlib
@@ -288,6 +289,8 @@ def parquet_batches(split: FileSplit, columns: Sequence[str]) -> Iterator[tuple[
             yield row, batch
             row += batch.num_rows
     except (OSError, ValueError, pyarrow.ArrowException) as e:
+        if getattr(e, "errno", None) == errno.EREMOTEIO:
+            raise
         raise ConfigError(f"{where(file, row)} or later: damaged parquet: {e}") from None
 
 
@@ -298,11 +301,13 @@ def open_parquet(file: PurePath) -> Any:
         from pyarrow import parquet
     except ImportError:
         raise ConfigError(f"{file}: reading parquet needs pyarrow: pip install 'titanlite[data]'") from None
+    with _reading(file):
+        source = file if isinstance(file, Path) else storage_of(file).open(file)
     try:
-        with _reading(file):
-            source = file if isinstance(file, Path) else storage_of(file).open(file)
         return parquet.ParquetFile(source, page_checksum_verification=True)
     except (OSError, ValueError, pyarrow.ArrowException) as e:
+        if getattr(e, "errno", None) == errno.EREMOTEIO:
+            raise
         raise ConfigError(f"{file}: not a complete parquet file: {e}") from None
 
 
@@ -469,8 +474,11 @@ def blocks(file: PurePath, limits: Limits) -> Iterator[bytes]:
 
 @contextmanager
 def _reading(file: PurePath) -> Iterator[None]:
-    """Raise an OSError of the body as a ConfigError that names the file."""
+    """Raise an OSError of the body as a ConfigError that names the file. A store that does not answer is no
+    fault of the input: its OSError ends the command with exit code 1."""
     try:
         yield
     except OSError as e:
+        if e.errno == errno.EREMOTEIO:
+            raise
         raise ConfigError(f"{file}: {e.strerror}") from None

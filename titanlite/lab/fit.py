@@ -235,7 +235,7 @@ def _is_run(folder: Path) -> bool:
 
 def _finished(run: RecordedRun, allow_imports: bool) -> FinishedRun:
     """A run's size and final loss. Raises ConfigError, without the run's name, if it cannot be used."""
-    job = load_job(run.folder / "job.toml", world_size=None, allow_imports=allow_imports)
+    job = load_job(Path(run.folder, "job.toml"), world_size=None, allow_imports=allow_imports)
     last, steps = run.records[-1]["step"] if run.records else 0, job.training.steps
     if last < steps:
         raise ConfigError(f"it has not ended: it is at step {last} of {steps}")
@@ -256,7 +256,7 @@ def _finished(run: RecordedRun, allow_imports: bool) -> FinishedRun:
         check_from_scratch(job, "the law is of runs from scratch")
     except ConfigError as e:
         raise ConfigError(f"it has {e.key}; {e}") from None
-    data = _data(run.folder / "run_identity.json")
+    data = _data(Path(run.folder, "run_identity.json"))
     _check_epochs(run, data)
     return FinishedRun(
         name=run.name,

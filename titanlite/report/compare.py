@@ -11,7 +11,6 @@ import numpy as np
 
 from titanlite import commands
 from titanlite.config.component import ConfigError
-from titanlite.fetch import local_run
 from titanlite.log import printable
 from titanlite.report.charts import short
 from titanlite.report.estimates import Series, smooth
@@ -29,8 +28,7 @@ def main(argv: Sequence[str]) -> int:
     options = commands.parser("compare").read(argv)
     if len(options.runs) < 2:
         raise ConfigError("name at least two runs; `titanlite report RUN` reports on one")
-    folders = [local_run(folder) for folder in options.runs]
-    runs = [read_run(folder, name) for folder, name in zip(folders, names_of(folders))]
+    runs = [read_run(folder, name) for folder, name in zip(options.runs, names_of(options.runs))]
     print(comparison(runs, options.price_per_gpu_hour), end="")
     return 0
 

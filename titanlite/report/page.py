@@ -17,7 +17,6 @@ import numpy as np
 
 from titanlite import commands
 from titanlite.config.paths import check_output_file
-from titanlite.fetch import local_run
 from titanlite.files import write_atomically
 from titanlite.log import printable, tell
 from titanlite.report.charts import Chart, data
@@ -38,8 +37,7 @@ def main(argv: Sequence[str]) -> int:
     """Write the report."""
     options = commands.parser("report").read(argv)
     check_output_file(options.output)
-    folders = [local_run(folder) for folder in options.runs]
-    runs = [read_run(folder, name) for folder, name in zip(folders, names_of(folders))]
+    runs = [read_run(folder, name) for folder, name in zip(options.runs, names_of(options.runs))]
     write_atomically(options.output, report(runs, options.price_per_gpu_hour))
     for run in runs:
         for problem in run.problems:

@@ -1,4 +1,5 @@
-"""Reads the files of a run folder, which may be damaged or edited: `problems` names all that is left out."""
+"""Reads the files of a run folder, on a disk or in a bucket, which may be damaged or edited: `problems` names
+all that is left out."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from titanlite.config.component import ConfigError
 from titanlite.files import FileFault, read_regular
 from titanlite.report.estimates import Floats, Series
 from titanlite.report.events import RunEvent, events_of
+from titanlite.storage import storage_of
 
 METRICS, SUPERSEDED, EVENTS = "metrics.jsonl", "metrics.superseded.jsonl", "events.jsonl"
 EXPERT_LOADS = "expert_loads.jsonl"
@@ -84,7 +86,7 @@ class RecordedRun:
     newest."""
 
     name: str
-    folder: Path
+    folder: PurePath
     records: list[Record]
     superseded: list[Record]
     settings: dict[str, Any]
@@ -188,17 +190,18 @@ def number(value: Any) -> float | None:
     return float(value) if abs(value) < 1e300 else math.inf if value > 0 else -math.inf
 
 
-def read_run(folder: Path, name: str) -> RecordedRun:
+def read_run(folder: PurePath, name: str) -> RecordedRun:
     """Read a run folder. Raises ConfigError if it has no metrics.jsonl with a record that could be read."""
     if folder.name == METRICS:
         folder = folder.parent
-    if not folder.is_dir():
+    if not storage_of(folder).is_folder(folder):
         raise ConfigError(f"{folder}: there is no such run folder")
     problems: list[str] = []
     data = _bytes(folder / METRICS, problems)
     if data is None:
         reason = problems[0] if problems else f"{METRICS} is missing"
-        inside = sorted(str(path.parent) for path in folder.glob(f"*/{METRICS}"))
+        below = folder.glob(f"*/{METRICS}") if isinstance(folder, Path) else ()
+        inside = sorted(str(path.parent) for path in below)
         runs = f"; it has the runs {listed(inside)}" if inside else ""
         raise ConfigError(f"{folder} is not a run folder with metrics: {reason}{runs}")
     # Only an edited file has two records of a step: a run moves the first one to SUPERSEDED.
@@ -227,9 +230,9 @@ def read_run(folder: Path, name: str) -> RecordedRun:
     )
 
 
-def names_of(folders: list[Path]) -> list[str]:
+def names_of(folders: Sequence[PurePath]) -> list[str]:
     """Return a short, unique name for each folder: its last parts, as many as all of them need."""
-    parts = [folder.resolve().parts for folder in folders]
+    parts = [(path.resolve() if isinstance(path, Path) else path).parts for path in folders]
     for num in range(1, max(len(p) for p in parts) + 1):
         names = ["/".join(p[-num:]) for p in parts]
         if len(set(names)) == len(names):
@@ -237,11 +240,22 @@ def names_of(folders: list[Path]) -> list[str]:
     return [f"{i}: {folder}" for i, folder in enumerate(folders, 1)]
 
 
-def _bytes(path: Path, problems: list[str], not_known: str = "") -> bytes | None:
+def _read(path: PurePath) -> bytes:
+    return read_regular(path) if isinstance(path, Path) else storage_of(path).read(path)
+
+
+def _object(path: PurePath) -> dict[str, Any]:
+    """The JSON object in a file."""
+    tree: dict[str, Any] = json_file.parse(_read(path))
+    json_file.expect(tree)
+    return tree
+
+
+def _bytes(path: PurePath, problems: list[str], not_known: str = "") -> bytes | None:
     """The content of a file; None if it is missing, or cannot be read. `not_known`: what is not known without
     it; empty: a run may do without it."""
     try:
-        return read_regular(path)
+        return _read(path)
     except FileNotFoundError:
         if not_known:
             problems.append(f"there is no {path.name}: {not_known} are not known")
@@ -286,7 +300,7 @@ def _metrics(data: bytes, name: str, problems: list[str]) -> list[Record]:
     return records
 
 
-def _job(folder: Path, problems: list[str]) -> tuple[dict[str, Any], list[str]]:
+def _job(folder: PurePath, problems: list[str]) -> tuple[dict[str, Any], list[str]]:
     """The tree of job.toml, and the comments at its top."""
     data = _bytes(folder / "job.toml", problems, "settings")
     try:
@@ -326,9 +340,9 @@ def _stages(tables: Any) -> list[RecordedStage]:
     return []
 
 
-def _env(folder: Path, problems: list[str]) -> dict[str, Any]:
+def _env(folder: PurePath, problems: list[str]) -> dict[str, Any]:
     try:
-        return json_file.load_object(folder / "env.json")
+        return _object(folder / "env.json")
     except FileNotFoundError:
         problems.append("there is no env.json: hardware and versions are not known")
     except (OSError, ValueError) as e:
@@ -336,10 +350,10 @@ def _env(folder: Path, problems: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _sources(folder: Path, problems: list[str]) -> list[SourceShare]:
+def _sources(folder: PurePath, problems: list[str]) -> list[SourceShare]:
     """The sources in sources.json."""
     try:
-        tree = json_file.load_object(folder / SOURCES)
+        tree = _object(folder / SOURCES)
         json_file.expect(tree, sources=list)
         return [_source(entry) for entry in tree["sources"]]
     except FileNotFoundError:
@@ -357,7 +371,7 @@ def _source(entry: Any) -> SourceShare:
     return SourceShare(entry["source"], shares, entry["sequences"])
 
 
-def _expert_loads(folder: Path, problems: list[str]) -> RecordedLoads | None:
+def _expert_loads(folder: PurePath, problems: list[str]) -> RecordedLoads | None:
     """The newest loads of experts; None if there are none."""
     records = _records(_bytes(folder / EXPERT_LOADS, problems) or b"", EXPERT_LOADS, problems)
     if not records:
@@ -373,7 +387,7 @@ def _expert_loads(folder: Path, problems: list[str]) -> RecordedLoads | None:
     return RecordedLoads(newest["step"], tokens_LE)
 
 
-def _samples(folder: Path, problems: list[str]) -> dict[int, list[str]]:
+def _samples(folder: PurePath, problems: list[str]) -> dict[int, list[str]]:
     text = (_bytes(folder / SAMPLES, problems) or b"").decode(errors="replace")
     _, *parts = re.split(r"^--- step (\d{1,18})\n", text, flags=re.MULTILINE)
     samples: dict[int, list[str]] = {}
@@ -382,14 +396,16 @@ def _samples(folder: Path, problems: list[str]) -> dict[int, list[str]]:
     return samples
 
 
-def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
+def _checkpoints(folder: PurePath) -> list[SavedCheckpoint]:
+    """The checkpoints, without those that a run that goes on has deleted in the meantime."""
     try:
-        return [_checkpoint(step, path) for step, path in commit.list_committed(folder)]
+        found = [(path, _checkpoint(step, path)) for step, path in commit.list_committed(folder)]
+        return [saved for path, saved in found if not saved.fault or storage_of(path).is_folder(path)]
     except (OSError, ValueError):
         return []
 
 
-def _checkpoint(step: int, path: Path) -> SavedCheckpoint:
+def _checkpoint(step: int, path: PurePath) -> SavedCheckpoint:
     try:
         reason = commit.fault(path, step) or ""
         manifest = commit.read_manifest(path)

@@ -1,7 +1,8 @@
-"""Notices of the cloud that this node will be taken away: `titanlite launch --notice`.
+"""Notices that this node will be taken away, as clouds give them for spot instances: `titanlite launch
+--notice`.
 
-A launcher of a spot instance polls the cloud's metadata server, a URL or a file, and stops the run as SIGTERM
-does: the ranks save and end with exit code 75."""
+The launcher polls the cloud's metadata server, a URL or a file. Once there is a notice, it stops the run as
+SIGTERM does: the ranks save and end with exit code 75."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ AWS, GOOGLE = "http://169.254.169.254", "http://metadata.google.internal"
 AZURE = AWS  # both clouds serve it at the same link-local address
 
 
-def _get(url: str, headers: Mapping[str, str] = {}, method: str = "GET") -> str | None:
+def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
     """The text at a URL, None if there is nothing. Raises OSError. A proxy is not used: metadata servers
     answer only the node itself."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -75,11 +76,12 @@ def source_of(notice: str) -> Callable[[], bool]:
     if notice in CLOUDS:
         return CLOUDS[notice]
     if notice.startswith(("http://", "https://")):
-        return lambda: _get(notice) is not None
+        return lambda: _get(notice, {}) is not None
     if "/" in notice and "://" not in notice:
         return Path(notice).exists
     raise ConfigError(
-        f"--notice={notice}: expected a cloud, an http URL or a path with a slash{suggest(notice, CLOUDS)}"
+        f"--notice={notice} (NOTICE of run_train.sh): expected a cloud, a URL with http or https, or a path "
+        f"with a slash{suggest(notice, CLOUDS)}"
     )
 
 

@@ -31,14 +31,14 @@ from pathlib import PurePath
 from typing import Any
 
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.digest import first_fault, gib
+from titanlite.checkpoint.digest import gib
 from titanlite.checkpoint.find import checkpoints_below, find_checkpoint
 from titanlite.checkpoint.reader import read_metadata
 from titanlite.checkpoint.run_identity import flatten
 from titanlite.checkpoint.state import AVERAGED_FROM, TRAIN
 from titanlite.checkpoint.state_digest import combine, digests_of_checkpoint
 from titanlite.config.component import ConfigError, suggest
-from titanlite.fetch import local_copy
+from titanlite.fetch import verified_copy
 from titanlite.interop.dcp import non_finite_in
 from titanlite.log import set_up_logging
 from titanlite.object_store import location
@@ -110,16 +110,16 @@ def _verify(paths: list[PurePath]) -> int:
     for step, path in [item for root in paths for item in checkpoints_below(root)]:
         try:
             manifest = commit.check(path, step)
-            reason = first_fault(path, commit.digests(manifest))
-            if reason is None and (names := non_finite_in(local_copy(path))):
-                reason = f"not finite: {', '.join(names)}"
+            with verified_copy(path, manifest) as copy:
+                names = non_finite_in(copy)
+            reason = f"not finite: {', '.join(names)}" if names else ""
         except commit.Damaged as e:
             reason = str(e)
         if reason:
             _print(f"{path}: BAD: {reason}")
         else:
             _print(f"{path}: good, {len(manifest['files'])} files, {gib(commit.total_size(manifest))}")
-        bad += reason is not None
+        bad += bool(reason)
     return EXIT_BAD if bad else 0
 
 

@@ -46,11 +46,11 @@ def add_launch(options: Options) -> None:
     add("--rdzv-endpoint", default="", help="host:port of the first node; required for several nodes")
     add("--rdzv-id", default="", help="secret word of this run; nodes with another word cannot join")
     add("--max-restarts", default="0", help="number of restarts of all processes after crashes (0)")
-    add("--grace", default="", help="seconds from a signal to stop until this node is killed (not known)")
+    add("--grace", default="", help="seconds from a signal to stop until this node is killed (no limit)")
     add(
         "--notice",
         default="",
-        help="stop when this announces the node's end: aws, azure, google, a URL, a file",
+        help="stop at a notice that the node is taken away: of aws, azure, google, at a URL or in a file",
     )
 
 

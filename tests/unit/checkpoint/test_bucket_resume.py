@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import tempfile
 import threading
+import tracemalloc
 from pathlib import Path, PurePath
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support.buckets import Server
 from tests.support.checkpoints import Toy, open_run
 from tests.support.counted_bytes import CountedBytes
 from titanlite import bucket_objects, object_store
 from titanlite.checkpoint import commit, node_copies
+from titanlite.checkpoint.commit import Damaged
+from titanlite.checkpoint.digest import FileDigest
 from titanlite.checkpoint.node_copies import NodeCopies
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.ranks import Ranks
@@ -108,6 +115,59 @@ def test_ranks_of_a_node_share_the_copies(
     assert 1.0 * size < counted.count <= 1.05 * size
     shards[0].close()
     assert not list((tmp_path / "node").iterdir())
+
+
+@pytest.mark.parametrize("is_supported", [True, False], ids=["reserved", "unsupported"])
+def test_copies_that_begin_together_leave_the_room_free(
+    run_folder: PurePath, is_supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second copy begins before the first one is read. The disk has room for one of them."""
+    path = run_folder / "checkpoint/step-2"
+    manifest, ranks = commit.read_manifest(path), Ranks(path, alone=True)
+    copies, other = (NodeCopies(path, manifest, ranks) for _ in range(2))
+    other.folder, size = copies.folder, copies._shards["__0_0.distcp"].size
+    other._shards["__1_0.distcp"] = other._shards["__0_0.distcp"]  # there is no such object
+    second, copy_and_hash = list[Path | str | None](), node_copies._copy_and_hash
+
+    def begins(target: Path, source: PurePath) -> FileDigest:
+        if source.name == "__0_0.distcp":
+            try:
+                second.append(other._copy(path / "__1_0.distcp"))
+            except Damaged as e:
+                second.append(str(e))
+        return copy_and_hash(target, source)
+
+    def disk_usage(folder: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=2 * size - sum(file.stat().st_blocks * 512 for file in folder.iterdir()))
+
+    def unsupported(*args: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    monkeypatch.setattr(node_copies, "SPARE_BYTES", size // 2)
+    monkeypatch.setattr(node_copies, "_copy_and_hash", begins)
+    monkeypatch.setattr(node_copies.shutil, "disk_usage", disk_usage)
+    if not is_supported:
+        monkeypatch.setattr(node_copies.os, "posix_fallocate", unsupported)
+    copy = copies._copy(path / "__0_0.distcp")
+    assert copy is not None
+    assert copy.stat().st_size == size
+    assert second == [None if is_supported else "__1_0.distcp is missing"]
+    copies.close()
+
+
+def test_a_copy_has_one_block_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the answers of the store, which are obstore's, and the buffer of the reader."""
+    monkeypatch.setattr(bucket_objects, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(node_copies, "BLOCK_BYTES", 4 << 20)
+    path = Server("s3", "").new_folder()
+    storage_of(path).put(path / "shard", os.urandom(14 << 20))
+    (tmp_path / "copy").touch()
+    tracemalloc.start()
+    node_copies._copy_and_hash(tmp_path / "copy", path / "shard")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    object_store.forget_clients()
+    assert 4 << 20 < peak < 6 << 20
 
 
 def test_copies_that_a_killed_start_has_left_are_deleted(run_folder: PurePath, tmp_path: Path) -> None:

@@ -518,6 +518,7 @@ def test_a_dump_keeps_floats_to_the_last_bit(load):
         assert load(toml.dump(Farm(garden=Garden(slope=value), pet=Dog()))).garden.slope == value
 
 
+@pytest.mark.full
 def test_only_a_mistake_about_a_component_imports_the_satellites() -> None:
     code = (
         "from sys import modules; from titanlite.job import load_job\n"

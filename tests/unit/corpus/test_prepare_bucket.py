@@ -424,10 +424,22 @@ def test_a_paused_process_whose_place_is_taken_ends(
     (theirs,) = (file for file in objects(output) if file.endswith("0.bin"))
     file = tmp_path / theirs
     file.write_bytes(b"other tokens")
+    before = objects(output)
     late = shared_work.SharedWork(output, "an earlier job", "lock-0-of-2")
+    for act in (
+        lambda: late.send_file(file),
+        lambda: late.complete(tmp_path, {"shard-00000-an earlier key.json": {"00000.bin": "another tag"}}),
+        lambda: late.complete(tmp_path, {}),  # all shards are more than it had
+    ):
+        with pytest.raises(shared_work.ConfigError, match="another process has begun to prepare it"):
+            act()
+        assert objects(output) == before
+    prepare(output, raw, "--worker=1/2", "--seed=1")
+    before = objects(output)
+    (tmp_path / "report.json").write_text("{}")
     with pytest.raises(shared_work.ConfigError, match="another process has begun to prepare it"):
-        late.send_file(file)
-    assert objects(output)[theirs] != b"other tokens"
+        late.complete(tmp_path, {})
+    assert objects(output) == before, "the dataset that the other job has completed"
 
 
 @pytest.mark.full
@@ -474,13 +486,15 @@ def test_an_object_that_changes_is_one_line(
 def test_inputs_are_found_as_on_a_disk(
     raw: Path, output: PurePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("more/picture.png", "more/.hidden/d.txt", ".e.jsonl", "more/f.md", "more/deep/g.txt"):
+    for name in ("more/picture.png", "more/.hidden/d.txt", ".e.jsonl", "more/f.md", "more/deep/g.txt",
+                 "more/h[0].txt", "more/h0.txt", "i*/j.txt", "ii/j.txt"):  # fmt: skip
         (raw / name).parent.mkdir(parents=True, exist_ok=True)
         (raw / name).write_text("text")
     put(output.parent / "raw", raw)
     monkeypatch.chdir(tmp_path)
     for pattern in ("raw", "raw/*", "raw/*.jsonl", "raw/more", "raw/**", "raw/**/*.txt", "raw/m*/c?.txt",
-                    "raw/more/f.md", "r*/a.jsonl", "raw/*/deep"):  # fmt: skip
+                    "raw/more/f.md", "r*/a.jsonl", "raw/*/deep", "raw/more/h[0].txt", "raw/i*",
+                    "raw/more/h[01].txt"):  # fmt: skip
         local = [str(file) for file in find_inputs([pattern], "input")]
         found = [str(file) for file in find_inputs([f"{output.parent}/{pattern}"], "input")]
         assert found == [f"{output.parent}/{name}" for name in local], pattern
@@ -489,12 +503,27 @@ def test_inputs_are_found_as_on_a_disk(
     for pattern, message in (("nothing", "no such file"), ("raw/*.csv", "no such file"),
                              ("raw/more/*.png/x", "no such file")):  # fmt: skip
         with pytest.raises(shared_work.ConfigError, match=message):
-            find_inputs([f"{output.parent}/{pattern}"], "input")
+            find_inputs([f"{output.parent}/raw", f"{output.parent}/{pattern}"], "input")
     with pytest.raises(shared_work.ConfigError, match="texts are read from a local disk here"):
         Text(path=[f"{output.parent}/raw"]).check(Bytes().build())
 
 
 # ---- what a store refuses
+
+
+class Silent:
+    """obstore's client of a store that does not answer any more, from the n-th request on."""
+
+    def __init__(self, client: Any, number: int):
+        self.client, self.left = client, number
+
+    def __getattr__(self, name: str) -> Any:
+        from obstore.exceptions import GenericError
+
+        self.left -= 1
+        if self.left <= 0:
+            raise GenericError("HTTP error: error sending request for url (http://127.0.0.1:1/bucket)")
+        return getattr(self.client, name)
 
 
 def test_what_no_work_can_cure_is_one_line_before_any_work(
@@ -511,13 +540,22 @@ def test_what_no_work_can_cure_is_one_line_before_any_work(
     monkeypatch.setattr(JobState, "__init__", lambda *args: 1 / 0)
     storage_of(output).put(output.parent / "mine/notes.txt", b"a")
     refused(output.parent / "mine", "exists; choose another, or delete it")
-    refused(output.parent / "step-5", "a name such as step-100 is that of a checkpoint")
+    refused(output.parent / "step-5", "step-N names a checkpoint")
     refused(output, "raw/nothing.jsonl'", f"{output.parent}/raw/nothing.jsonl")
     if "seaweedfs" not in request.node.name:  # it makes missing buckets
         refused("s3://there-is-no-such-bucket/data", "cannot be written to: ")
         refused(output, "cannot be read: ", "s3://there-is-no-such-bucket/data")
     assert objects(output) == {}
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(raw / "a.jsonl"))
+        refused(output, "titanlite: " + str(raw / "a.jsonl/titanlite/prepare") + " cannot be written: ")
+        refused(output, "choose another cache folder by XDG_CACHE_HOME")
     client = bucket_objects.client_of(output)
+    for number, place in ((1, output), (3, output.parent / "raw")):
+        with monkeypatch.context() as patch:
+            patch.setattr(bucket_objects, "clients", {("s3", output.parts[0]): Silent(client, number)})
+            assert command(output, output.parent / "raw") == 1
+        assert f"titanlite: {place}: 127.0.0.1:1 does not answer: " in capsys.readouterr().err
 
     class Careless:
         def __getattr__(self, name: str) -> Any:
@@ -577,6 +615,32 @@ def test_a_full_bucket_ends_the_command_which_then_continues(
     num_shards = sum(name.endswith(".bin") for name in reference)
     assert calls["_assemble"] <= num_shards - 2
     assert objects(output) == reference
+
+
+@pytest.mark.full
+def test_a_store_that_does_not_answer_is_exit_code_1(
+    raw: Path, output: PurePath, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From some request on, of the output or of the input; and the same command then continues."""
+    monkeypatch.setattr(object_store, "LEASE", timedelta(seconds=-1))  # its lock could not be released
+    table = pytest.importorskip("pyarrow").table({"text": ["a short document"]})
+    pytest.importorskip("pyarrow.parquet").write_table(table, raw / "d.parquet")
+    put(output.parent / "raw", raw)
+    client = bucket_objects.client_of(output)
+    for number in range(1, 400, 9):
+        target = output.parent / str(number) / output.name
+        with monkeypatch.context() as patch:
+            patch.setattr(bucket_objects, "clients", {("s3", output.parts[0]): Silent(client, number)})
+            code = command(target, output.parent / "raw", *FILTERS)
+        if code == 0:
+            break
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert code == 1, (number, error)
+        assert "127.0.0.1:1 does not answer: " in error
+        assert error.endswith("; start the same command again when the store answers")
+        finish(target, output.parent / "raw", *FILTERS)
+    assert code == 0
+    assert number > 100
 
 
 @pytest.mark.full

@@ -502,6 +502,7 @@ def test_a_plan_says_what_a_storage_must_give(tmp_path: Path, capsys: pytest.Cap
     assert json.loads(capsys.readouterr().out)["storage"] is None
 
 
+@pytest.mark.full
 def test_workers_of_a_rank_that_has_used_a_bucket_get_its_sequences(
     corpora: list[Path], tmp_path: Path, bucket: str
 ) -> None:

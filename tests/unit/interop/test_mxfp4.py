@@ -4,6 +4,7 @@ Blocks that lack their scales are named. An export has no quantization."""
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@cache  # a value at a time takes half a second
 def expected(directory: Path) -> dict[str, torch.Tensor]:
     stored = load_file(directory / "model.safetensors")
     names = [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]

@@ -88,7 +88,7 @@ def real_sizes(
 @pytest.mark.parametrize(
     ("world_size", "model", "layouts"),
     [
-        (2, MODEL, LAYOUTS),
+        full(2, MODEL, LAYOUTS),
         full(4, MODEL, MORE_LAYOUTS),
         full(2, EXPERTS, EXPERT_LAYOUTS),
         full(4, EXPERTS, MORE_EXPERT_LAYOUTS),

@@ -54,6 +54,7 @@ def test_a_stage_with_shorter_sequences_needs_fewer_flops(capsys: Capture) -> No
     assert whole["flops"] - staged["flops"] == 400 * 8192 * attention
 
 
+@pytest.mark.full
 def test_the_text_says_whether_it_fits(capsys: Capture) -> None:
     words = ["plan", "llama3_70b", "--activation_checkpoint.mode=none", "--model.overrides.n_layers=40"]
     text = printed(capsys, *words, "--gpus=8xH100")

@@ -84,6 +84,7 @@ def test_a_server_that_hangs_does_not_stop_training(
     assert capfd.readouterr().err.count("metric sink slow has not finished in 0.05 s") == 1
 
 
+@pytest.mark.full
 def test_without_the_thread_it_would_be_delayed(tmp_path: Path, corpus: Path) -> None:
     assert training_s(tmp_path, corpus, Slow, f", hang_s = {HANG_S}, is_direct = true") >= 3 * HANG_S
 
