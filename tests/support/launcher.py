@@ -115,8 +115,19 @@ class Node:
         """The saved steps."""
         return [step for step, _ in list_committed(self.job.folder / "checkpoint")]
 
+    def ranks(self) -> list[int]:
+        """Ranks and their loader workers that are alive. Their command tells them from the launcher and its
+        fork server."""
+
+        def trains(pid: int) -> bool:
+            with suppress(OSError):
+                return b"\0-m\0titanlite.cli\0train\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            return False
+
+        return [pid for pid in self.processes() if trains(pid)]
+
     def processes(self) -> list[int]:
-        """Launcher, ranks and loader workers that are alive."""
+        """Launcher, fork server, ranks and loader workers that are alive."""
 
         def ours(pid: str) -> bool:
             try:

@@ -118,12 +118,10 @@ def asking_nvml() -> Iterator[None]:
         os.environ.update(before)
 
 
-def take_environment(environment: Mapping[str, str]) -> None:
-    """Called by a rank that was forked: its environment is the one that the launcher has for it, and its
-    launcher the process that has forked it."""
+def replace_environment(environment: Mapping[str, str]) -> None:
+    """Called by a rank that was forked: its environment is the one that the launcher has for it."""
     os.environ.clear()
     os.environ.update(environment)
-    os.environ[LAUNCHER_PID] = str(os.getppid())
 
 
 def set_notes_folder(folder: str) -> None:

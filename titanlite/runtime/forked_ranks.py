@@ -1,107 +1,45 @@
-"""Ranks that are forked from one process that has imported everything, so that no start of ranks waits for
-imports: neither the first, for which N ranks would import at the same time, nor the restart after a crash.
-
-The parent of the ranks is the server of Python's multiprocessing, which has no thread, process group or CUDA
-context that would not survive the fork. It ends with the launcher, and the ranks with it."""
+"""Lets torchrun's agent fork ranks from the launcher's fork server."""
 
 from __future__ import annotations
 
-import io
-import multiprocessing
-import os
-import signal
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from multiprocessing import forkserver
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from titanlite.runtime.environment import take_environment
-from titanlite.runtime.signals import SAVE, STOP
+from titanlite.runtime.fork_server import ForkServer
 
-CONTEXT = multiprocessing.get_context("forkserver")
-PROGRAM = "titanlite"  # in place of the path of a program, for torchrun
-
-
-class ForkedProcess:
-    """A rank, with what torchrun uses of subprocess.Popen."""
-
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str]):
-        self._process = CONTEXT.Process(target=_rank, args=(list(words), dict(environment)))
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-
-    def poll(self) -> int | None:
-        """The exit code, the negative number of the signal that has ended it, or None while it runs."""
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """The exit code, once the rank has ended. Raises subprocess.TimeoutExpired."""
-        self._process.join(timeout)
-        code = self.poll()
-        if code is None:
-            raise subprocess.TimeoutExpired(PROGRAM, timeout or 0.0)
-        return code
+RANK = (sys.executable, "-u", "-m", "titanlite.cli")  # the command of a rank, without its words
 
 
-class Handler:
-    """A rank, as torchrun's agent handles it."""
+class RankHandler(SubprocessHandler):
+    """torchrun's handler of a rank, with a process that `server` has forked. The arguments are torchrun's."""
 
-    def __init__(self, args: Sequence[str], environment: Mapping[str, str], local_rank: int):
-        self.local_rank_id = local_rank
-        self.proc = ForkedProcess(args, os.environ | environment)
+    def __init__(self, server: ForkServer, *, stdout: str | None, stderr: str | None, **arguments: Any):
+        self._server, self._output = server, (stdout or "", stderr or "")
+        super().__init__(stdout=stdout, stderr=stderr, **arguments)
 
-    def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Send the rank and its children a signal."""
-        number = death_sig or signal.SIGTERM
-        try:
-            os.killpg(self.proc.pid, number)
-        except ProcessLookupError:  # it has no session of its own yet, or has ended
-            with suppress(ProcessLookupError):
-                os.kill(self.proc.pid, number)
+    def _popen(self, args: tuple, env: dict[str, str]) -> Any:
+        if args[: len(RANK)] == RANK:  # and not the program that binds a process to a NUMA node
+            rank = self._server.fork(env, *self._output)
+            if rank is not None:
+                return rank
+        return super()._popen(args, env)
 
 
-def fork_ranks() -> None:
-    """Let torchrun fork the ranks that run PROGRAM in place of starting a program for each. Begins to import
-    what they need, in another process. Call prepare_to_launch before."""
-    CONTEXT.set_forkserver_preload(["titanlite.runtime.imported"])
-    # Ranks inherit the mask and lift it when they have handlers: a signal that comes earlier waits and kills
-    # no rank, nor their parent.
-    signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP, *SAVE))
+@contextmanager
+def forked_by(server: ForkServer | None) -> Iterator[None]:
+    """In the body, torchrun's agents let `server` fork their ranks; None: they start ranks themselves."""
+    if server is None:
+        yield
+        return
+    # torchrun has no parameter for the class of its handlers.
+    setattr(api, "get_subprocess_handler", partial(RankHandler, server))  # noqa: B010
     try:
-        forkserver.ensure_running()
+        yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP, *SAVE))
-    setattr(api, "get_subprocess_handler", _handler)  # noqa: B010 -- torchrun has no parameter for it
-
-
-def _handler(
-    entrypoint: str,
-    args: Sequence[str],
-    env: Mapping[str, str],
-    stdout: str,
-    stderr: str,
-    local_rank_id: int,
-    numa_options: object = None,
-) -> Handler:
-    """In place of torchrun's function of this name, whose parameters it has."""
-    assert entrypoint == PROGRAM
-    assert not stdout
-    assert not stderr
-    return Handler(args, env, local_rank_id)
-
-
-def _rank(words: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run `titanlite WORDS` in a forked process."""
-    os.setsid()  # as torchrun's ranks; the launcher passes signals on
-    take_environment(environment)
-    multiprocessing.set_start_method(None, force=True)  # the loader's workers start as in any process
-    sys.argv = [PROGRAM, *words]
-    assert isinstance(sys.stdout, io.TextIOWrapper)
-    sys.stdout.reconfigure(line_buffering=True)
-    from titanlite import cli
-
-    cli.main()  # ends the process
+        setattr(api, "get_subprocess_handler", SubprocessHandler)  # noqa: B010
