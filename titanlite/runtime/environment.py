@@ -18,6 +18,7 @@ from titanlite.config.component import ConfigError
 LAUNCHER_PID = "TITANLITE_LAUNCHER_PID"
 _TUNE_PID = "TITANLITE_TUNE_PID"
 NOTES = "TITANLITE_NOTES"
+_RESTART_BEGAN = "TITANLITE_RESTART_BEGAN"
 MAX_CONNECTED = 256  # ranks that gloo connects with each other at the start
 
 
@@ -127,6 +128,18 @@ def replace_environment(environment: Mapping[str, str]) -> None:
 def set_notes_folder(folder: str) -> None:
     """Called by the launcher: the notes folder of the ranks that it starts next."""
     os.environ[NOTES] = folder
+
+
+def set_restart_began(seconds: float) -> None:
+    """Called by the launcher: time.monotonic() when it saw the failure after which it starts ranks again."""
+    os.environ[_RESTART_BEGAN] = str(seconds)
+
+
+def restart_began() -> float | None:
+    """time.monotonic() when this rank's launcher saw the failure after which it has started this rank; None
+    at the first start. The clock is one for all processes of a machine."""
+    seconds = os.environ.get(_RESTART_BEGAN)
+    return float(seconds) if seconds else None
 
 
 def flight_record_prefix(folder: str) -> str:
