@@ -17,6 +17,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +61,17 @@ def import_modules() -> None:
 def serve(launcher: socket.socket) -> socket.socket | None:
     """Fork a rank for each connection to a rank that the launcher sends. Returns the connection in the rank,
     and None in the server when the launcher has closed its end."""
-    launcher.sendall(b"r")  # ready
-    while True:
-        _, numbers, _, _ = socket.recv_fds(launcher, 1, 1)
-        if not numbers:
-            return None
-        with socket.socket(fileno=numbers[0]) as connection:
-            child = os.fork()
-            if child == 0:
-                if fork_for_launcher():
-                    return connection.dup()
-                os._exit(0)
-        os.waitpid(child, 0)
+    with suppress(ConnectionError):  # the launcher has ended without reading what it got
+        launcher.sendall(b"r")  # ready
+        while numbers := socket.recv_fds(launcher, 1, 1)[1]:
+            with socket.socket(fileno=numbers[0]) as connection:
+                child = os.fork()
+                if child == 0:
+                    if fork_for_launcher():
+                        return connection.dup()
+                    os._exit(0)
+            os.waitpid(child, 0)
+    return None
 
 
 def fork_for_launcher() -> bool:
