@@ -19,7 +19,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from titanlite import cli
 from titanlite.runtime.environment import asking_nvml, replace_environment
@@ -36,17 +35,12 @@ MODULES = (
 
 
 def main() -> int:
-    """Serve until the launcher ends, and run the command of a rank in each rank."""
+    """Serve until the launcher ends, and run titanlite in each rank."""
     die_with_launcher()
     import_modules()
     with socket.socket(fileno=int(sys.argv[1])) as launcher:
         connection = serve(launcher)
-    if connection is None:
-        return 0
-    with connection:
-        request = answer(connection)
-    become_rank(request["environment"], request["output"], sys.argv[2:])
-    return cli.main()
+    return 0 if connection is None else run_rank(connection, sys.argv[2:])
 
 
 def import_modules() -> None:
@@ -86,12 +80,13 @@ def fork_for_launcher() -> bool:
     return True
 
 
-def answer(connection: socket.socket) -> Any:
-    """The launcher's request to this rank; the launcher gets the rank's process id."""
-    with connection.makefile("rw") as stream:
+def run_rank(connection: socket.socket, words: Sequence[str]) -> int:
+    """Tell the launcher the process id of this rank, and run `titanlite WORDS` as the launcher asks."""
+    with connection, connection.makefile("rw") as stream:
         request = json.load(stream)
         stream.write(str(os.getpid()))
-    return request
+    become_rank(request["environment"], request["output"], words)
+    return cli.main()
 
 
 def become_rank(environment: dict[str, str], output: Sequence[str], words: Sequence[str]) -> None:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from tests.support.jobs import write_toml
 from tests.support.launcher import path_with
+from tests.support.ranks import Ranks
 from tests.support.tiers import full
 from titanlite.runtime import fork_server
 from titanlite.runtime.agent import Agent, RanksFailed
@@ -28,6 +31,7 @@ from titanlite.runtime.fork_server import ForkedRank, ForkServer
 from titanlite.runtime.forked_ranks import RANK, forked_by
 from titanlite.runtime.rendezvous import OneNode
 from titanlite.runtime.signals import SAVE, STOP
+from titanlite.tools.fork_server import run_rank, serve
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 ROOT = Path(__file__).resolve().parents[3]
@@ -76,10 +80,42 @@ def words_of(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[ForkServer]:
+def program(folder: Path) -> Iterator[ForkServer]:
     with fork_server.fork_server(words_of(folder)) as server:
         assert server is not None
         yield server
+
+
+class Preloaded(ForkServer):
+    """A server that is forked from the tests' own server, which has imported everything."""
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._ranks = Ranks(1, serve_and_run, theirs, self._words)
+        (process,) = self._ranks.processes
+        self._process: Any = SimpleNamespace(
+            pid=process.pid, poll=lambda: process.exitcode, kill=process.kill, wait=process.join
+        )
+
+
+def serve_and_run(launcher: socket.socket, words: list[str]) -> None:
+    """The program, without its start and its imports."""
+    sys.path.insert(0, str(Path(words[1]).parent))
+    with launcher:
+        connection = serve(launcher)
+    if connection is not None:
+        run_rank(connection, words)
+
+
+@pytest.fixture(scope="module", params=["preloaded", full("program")])
+def server(folder: Path, request: pytest.FixtureRequest) -> Iterator[ForkServer]:
+    if request.param == "program":
+        yield request.getfixturevalue("program")
+        return
+    server = Preloaded(words_of(folder))
+    yield server
+    server.close()
 
 
 def fork(server: ForkServer, folder: Path, **environment: str) -> tuple[ForkedRank, Path]:
@@ -120,13 +156,14 @@ def test_a_forked_rank_is_as_one_that_was_started(server: ForkServer, folder: Pa
     assert Path(f"{output}-errors").read_text() == "an error\n"
 
 
-def test_the_server_runs_no_thread_and_ps_shows_what_it_is(server: ForkServer, folder: Path) -> None:
+@pytest.mark.full
+def test_the_server_runs_no_thread_and_ps_shows_what_it_is(program: ForkServer, folder: Path) -> None:
     """numpy's OpenBLAS has threads after its import, which it ends at the first fork, also the server's."""
-    fork(server, folder)[0].wait(60)
-    assert len(os.listdir(f"/proc/{pid_of(server)}/task")) == 1
-    command = Path(f"/proc/{pid_of(server)}/cmdline").read_text().split("\0")
+    fork(program, folder)[0].wait(60)
+    assert len(os.listdir(f"/proc/{pid_of(program)}/task")) == 1
+    command = Path(f"/proc/{pid_of(program)}/cmdline").read_text().split("\0")
     assert command[3] == "titanlite.tools.fork_server"
-    assert os.getsid(pid_of(server)) == pid_of(server), "a Ctrl-C would reach it"
+    assert os.getsid(pid_of(program)) == pid_of(program), "a Ctrl-C would reach it"
 
 
 def test_modules_of_the_job_are_imported_after_the_fork(server: ForkServer, folder: Path) -> None:
@@ -150,22 +187,23 @@ def test_a_signal_that_ends_a_rank(server: ForkServer, folder: Path) -> None:
     assert rank.wait() == -signal.SIGKILL
 
 
-def test_signals_to_stop_and_save_do_not_end_the_server(server: ForkServer, folder: Path) -> None:
+@pytest.mark.full
+def test_signals_to_stop_and_save_do_not_end_the_server(program: ForkServer, folder: Path) -> None:
     """A scheduler may send them to all processes of a job. Ranks do not inherit what waits in the server."""
     for number in (*STOP, *SAVE):
-        os.kill(pid_of(server), number)
-    assert fork(server, folder)[0].wait(60) == 0
+        os.kill(pid_of(program), number)
+    assert fork(program, folder)[0].wait(60) == 0
 
 
-@pytest.mark.full
 def test_another_server_replaces_one_that_has_died(
     server: ForkServer, folder: Path, capfd: pytest.CaptureFixture
 ) -> None:
     """Its ranks live on."""
     rank, output = fork(server, folder, WORD="wait")
     facts(output)
+    assert server._process is not None
     os.kill(before := pid_of(server), signal.SIGKILL)
-    os.waitid(os.P_PID, before, os.WEXITED | os.WNOWAIT)
+    server._process.wait()
     assert rank.poll() is None
     assert fork(server, folder, CODE="3")[0].wait(60) == 3
     assert pid_of(server) != before
