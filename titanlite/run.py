@@ -154,7 +154,9 @@ class Run:
         if (began := restart_began()) is not None:
             self.rt.synchronize()
             seconds = time.monotonic() - began
-            logger.info(f"took step {self.state.step} {seconds:.1f} s after the failure of a rank or node")
+            logger.info(
+                f"step {self.state.step} is done, {seconds:.1f} s after a rank failed or the nodes changed"
+            )
             self.meter.sinks.event(self.state.step, "recovered", {"seconds": round(seconds, 3)})
         self.rt.first_step_done()
         self.checkpoints.warm_up(self.state)

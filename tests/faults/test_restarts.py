@@ -7,6 +7,7 @@ torchrun's timeouts are shortened by PET_RDZV_CONF, from which it reads its opti
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import sys
@@ -31,11 +32,11 @@ STEPS = 8
 
 @pytest.fixture
 def start(tmp_path: Path, corpus: Path) -> Iterator[Callable[..., Node]]:
-    """`start(*arguments, **environment)`: a Node that is closed at the end of the test."""
+    """`start(*arguments, folder=..., **environment)`: a Node that is closed at the end of the test."""
     nodes: list[Node] = []
 
-    def one(*arguments: str, **environment: str) -> Node:
-        nodes.append(Node(tmp_path, corpus, arguments, environment))
+    def one(*arguments: str, folder: Path = tmp_path, **environment: str) -> Node:
+        nodes.append(Node(folder, corpus, arguments, environment))
         return nodes[-1]
 
     yield one
@@ -156,7 +157,36 @@ def test_a_killed_rank_is_restarted_and_the_run_equals_one_that_was_not(
     assert not list(node.scratch.glob("titanlite-*")), "the launcher's folder is left"
     assert not list(node.scratch.glob("torchelastic*"))
     assert node.log.count("step 8/8") == 1
+    assert [event["step"] for event in recoveries(node.job)] == [5]
     assert_same(node.job, uninterrupted(tmp_path, corpus, num_ranks))
+
+
+@pytest.mark.full
+def test_a_restart_with_forked_ranks_takes_less_than_half_the_time_of_one_with_new_programs(
+    start: Any, tmp_path: Path
+) -> None:
+    """Of the rest, the ranks' group, the data and the checkpoint take most."""
+
+    def restart_s(name: str, **environment: str) -> float:
+        (folder := tmp_path / name).mkdir()
+        node = start("--checkpoint.interval=1", folder=folder, NGPU="2", MAX_RESTARTS="1", KILL="1 0 5",
+                     STEP_S="0.2", **environment)  # fmt: skip
+        assert node.end() == 0, node.log
+        assert not node.processes()
+        (event,) = recoveries(node.job)
+        return event["seconds"]
+
+    forked, new = restart_s("forked"), restart_s("new", SPAWN="1")
+    print(
+        f"from the failure to the next step: {forked:.1f} s with forked ranks, {new:.1f} s with new programs"
+    )
+    assert forked < new / 2
+
+
+def recoveries(job: Job) -> list[dict[str, Any]]:
+    """The events that tell how long restarts took."""
+    events = map(json.loads, (job.folder / "events.jsonl").read_text().splitlines())
+    return [event for event in events if event["event"] == "recovered"]
 
 
 LAST_LINES = {

@@ -35,6 +35,10 @@ if "RANK" in os.environ:  # not in the launcher, which reads the job, too
     with open("STARTS", "a") as f:
         f.write(me + "\\n")
     seconds("IMPORT_S")
+elif "SPAWN" in os.environ:
+    from titanlite.runtime.fork_server import ForkServer
+
+    ForkServer.fork = lambda *args: None
 
 END = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.support.jobs import make_job
 from tests.support.non_finite import bad_steps
@@ -62,3 +65,16 @@ def test_a_run_records_its_events_and_sources(tmp_path: Path, corpus: Path) -> N
     metrics = [json.loads(line) for line in (job.folder / "metrics.jsonl").read_text().splitlines()]
     per_step = metrics[0]["progress/sequences"]
     assert [m["progress/sequences"] for m in metrics] == [per_step * m["step"] for m in metrics]
+
+
+def test_the_first_step_after_a_restart_tells_how_long_it_took(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TITANLITE_RESTART_BEGAN", str(time.monotonic() - 100))
+    job = make_job(tmp_path, corpus, "--training.steps=2", "--checkpoint.enable=false")
+    assert train(job) == 0
+    (event,) = [event for event in events_in(job.folder) if event["event"] == "recovered"]
+    assert event["step"] == 1
+    assert 100 < event["seconds"] < 200
+    line = f"step 1 is done, {event['seconds']:.1f} s after a rank failed or the nodes changed\n"
+    assert line in capsys.readouterr().err
