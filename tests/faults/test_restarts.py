@@ -8,7 +8,9 @@ torchrun's timeouts are shortened by PET_RDZV_CONF, from which it reads its opti
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -59,13 +61,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
 
 
 @pytest.mark.full
-def test_sigterm_to_the_launcher_waits_for_the_save_and_nothing_is_restarted(start: Any) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
+def test_a_launcher_that_is_told_to_stop_waits_for_the_save_and_restarts_nothing(
+    start: Any, number: int
+) -> None:
     """The commit takes three seconds; torchrun would kill the ranks after one (PET_SHUTDOWN_TIMEOUT)."""
     node = start(NGPU="2", MAX_RESTARTS="2", STEP_S="0.3", COMMIT_S="3", PET_SHUTDOWN_TIMEOUT="1")
     node.until(lambda: node.step >= 1)
     began = time.monotonic()
-    node.launcher.terminate()
+    node.launcher.send_signal(number)
     assert node.end() == 75, node.log
+    assert not node.processes()
     assert time.monotonic() - began > 3
     assert node.saved == [node.step]
     assert node.step < STEPS
@@ -159,6 +165,19 @@ def test_a_killed_rank_is_restarted_and_the_run_equals_one_that_was_not(
     assert node.log.count("step 8/8") == 1
     assert [event["step"] for event in recoveries(node.job)] == [5]
     assert_same(node.job, uninterrupted(tmp_path, corpus, num_ranks))
+
+
+@pytest.mark.full
+def test_ranks_do_not_need_the_process_that_has_forked_them(start: Any) -> None:
+    node = start(MAX_RESTARTS="1", KILL="0 0 5", STEP_S="0.3")
+    node.until(lambda: node.step >= 1)
+    os.kill(before := node.fork_server(), signal.SIGKILL)
+    node.until(lambda: recoveries(node.job))
+    assert "titanlite: the process that forks ranks has ended with exit code -9; starting another" in node.log
+    assert node.fork_server() != before
+    assert node.end() == 0, node.log
+    assert node.starts == ["0 0", "0 1"]
+    assert not node.processes()
 
 
 @pytest.mark.full

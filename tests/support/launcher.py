@@ -120,15 +120,24 @@ class Node:
         return [step for step, _ in list_committed(self.job.folder / "checkpoint")]
 
     def ranks(self) -> list[int]:
-        """Ranks and their loader workers that are alive. Their command tells them from the launcher and its
-        fork server."""
+        """Ranks and their loader workers that are alive."""
+        return self._running("titanlite.cli", "train")
 
-        def trains(pid: int) -> bool:
+    def fork_server(self) -> int:
+        """The process from which the launcher forks ranks."""
+        (pid,) = self._running("titanlite.tools.fork_server")
+        return pid
+
+    def _running(self, *words: str) -> list[int]:
+        """The processes of `python -m WORDS...`, as ps shows them."""
+        command = "\0".join(("", "-m", *words, "")).encode()
+
+        def runs(pid: int) -> bool:
             with suppress(OSError):
-                return b"\0-m\0titanlite.cli\0train\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+                return command in Path(f"/proc/{pid}/cmdline").read_bytes()
             return False
 
-        return [pid for pid in self.processes() if trains(pid)]
+        return [pid for pid in self.processes() if runs(pid)]
 
     def processes(self) -> list[int]:
         """Launcher, fork server, ranks and loader workers that are alive."""
