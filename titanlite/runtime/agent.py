@@ -27,7 +27,7 @@ from titanlite.runtime.signals import AGAIN_S, END, SAVE, STOP, Stopped, handled
 
 FINAL_CODES = {2, 3, 4, Stopped.exit_code}  # exit codes that a restart would only repeat
 MARGIN_S = 2.0  # seconds before the end of the grace period at which the launcher ends the ranks
-END_S = 5  # seconds in which the other ranks end after a failure; one that waits in a kernel of NCCL cannot
+END_S = 5  # seconds in which ranks end before a restart; one that waits in a kernel of NCCL cannot
 ANSWER_S = 3.0  # seconds in which the other ranks' collectives fail, too, after the first one timed out
 
 
@@ -162,11 +162,13 @@ class Agent(LocalElasticAgent):
         if any(self._ended.values()):
             self._tell_hang(worker_group)
         endings = self._endings(worker_group)
-        if any(ending.left_early for ending in endings):  # the other ranks might wait minutes for this rank
-            result = RunResult(WorkerState.FAILED)
-        elif any(self._ended.values()) or len(self._ended) == len(worker_group.workers):
+        left_early = any(ending.left_early for ending in endings)
+        if (left_early or any(self._ended.values())) and self._will_restart():
             assert self._pcontext is not None
             self._pcontext.close(signal.SIGTERM, END_S)  # torch would wait 30 s
+        if left_early:  # the other ranks might wait minutes for this rank
+            result = RunResult(WorkerState.FAILED)
+        elif any(self._ended.values()) or len(self._ended) == len(worker_group.workers):
             result = super()._monitor_workers(worker_group)
             endings = self._endings(worker_group)
         else:
@@ -181,6 +183,11 @@ class Agent(LocalElasticAgent):
                 self._exit_barrier()
             self._tell(endings, worker_group)
         return result
+
+    def _will_restart(self) -> bool:
+        """Whether ranks are started again if they have failed."""
+        is_final = bool(set(self._ended.values()) & FINAL_CODES)
+        return self._remaining_restarts > 0 and self._stop_at is None and not is_final
 
     def _grace_is_over(self) -> bool:
         if self._stop_at is None or self.grace_s is None:

@@ -63,14 +63,14 @@ class ForkServer:
         # The words are for ps. The mask is for the ranks, which lift it when they have handlers: a signal
         # that comes earlier waits and kills neither a rank nor the server.
         command = [sys.executable, "-u", "-m", "titanlite.tools.fork_server", number, *self._words]
-        signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP, *SAVE))
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP, *SAVE))
         try:
             with theirs:
                 self._process: subprocess.Popen | None = subprocess.Popen(
                     command, pass_fds=[theirs.fileno()], start_new_session=True
                 )
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP, *SAVE))
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def wait_until_ready(self) -> None:
         """Wait until the server has imported what the ranks need, or has ended."""
@@ -80,7 +80,8 @@ class ForkServer:
         """A rank with this environment, whose output goes to these files; "": where the launcher's goes. None
         if the server cannot fork; it is not asked again then. Starts another server if this one has died."""
         if self._process is not None and (code := self._process.poll()) is not None:
-            tell(f"the process that forks ranks has ended with exit code {code}; starting another")
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            tell(f"the process that forks ranks {how}; starting another")
             self.close()
             self._start()
         if self._process is None:

@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from titanlite.runtime.fork_server import ForkServer
 
-RANK = (sys.executable, "-u", "-m", "titanlite.cli")  # the command of a rank, without its words
+RANK_COMMAND = (sys.executable, "-u", "-m", "titanlite.cli")  # without the words of the verb
 
 
 class RankHandler(SubprocessHandler):
@@ -24,7 +24,9 @@ class RankHandler(SubprocessHandler):
         super().__init__(stdout=stdout, stderr=stderr, **arguments)
 
     def _popen(self, args: tuple, env: dict[str, str]) -> Any:
-        if args[: len(RANK)] == RANK:  # and not the program that binds a process to a NUMA node
+        if (
+            args[: len(RANK_COMMAND)] == RANK_COMMAND
+        ):  # and not the program that binds a process to a NUMA node
             rank = self._server.fork(env, *self._output)
             if rank is not None:
                 return rank

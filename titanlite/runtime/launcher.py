@@ -27,7 +27,7 @@ from titanlite.log import tell
 from titanlite.runtime import rendezvous
 from titanlite.runtime.agent import Agent, RanksFailed
 from titanlite.runtime.fork_server import ForkServer
-from titanlite.runtime.forked_ranks import RANK, forked_by
+from titanlite.runtime.forked_ranks import RANK_COMMAND, forked_by
 from titanlite.runtime.signals import handled_signals
 
 # Exit code and message for each error with which torch's rendezvous of several nodes ends.
@@ -70,7 +70,7 @@ def start_ranks(options: argparse.Namespace, words: Sequence[str], server: ForkS
             f"--signals-to-handle={','.join(handled)}",
         ]
         # torchrun replaces $variables in the command.
-        command = [*RANK, *(word.replace("$", "$$") for word in words)]
+        command = [*RANK_COMMAND, *(word.replace("$", "$$") for word in words)]
         try:
             arguments += _meeting(options)
             with forked_by(server):

@@ -90,7 +90,7 @@ def run_rank(connection: socket.socket, words: Sequence[str]) -> int:
 
 
 def become_rank(environment: dict[str, str], output: Sequence[str], words: Sequence[str]) -> None:
-    """Let this process look as a new process that runs `titanlite WORDS`. `output`: the files that get its
+    """Let this process look like a new one that runs `titanlite WORDS`. `output`: the files that get its
     standard output and its errors; "": none."""
     import numpy as np
 
@@ -107,7 +107,7 @@ def become_rank(environment: dict[str, str], output: Sequence[str], words: Seque
 
 
 def show_as(command: Sequence[str]) -> None:
-    """Let ps show this process with a command that is not longer than its own: ranks beside the server."""
+    """Let ps show `command` for this process, in place of the server's. Does nothing if it is the longer."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
     text = b"".join(os.fsencode(word) + b"\0" for word in command)

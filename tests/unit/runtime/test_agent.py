@@ -149,16 +149,31 @@ def test_a_restarted_rank_knows_when_the_failure_was_seen(
         assert began + 0.2 < float(second) < time.monotonic() - 0.2, "before the second start"
 
 
-def test_a_rank_that_cannot_end_is_killed_soon_after_a_failure(
+def test_a_rank_that_cannot_end_is_killed_soon_if_a_restart_follows(
     launch: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that waits in a kernel of NCCL; torchrun waits for it for 30 s."""
     monkeypatch.setattr(agent, "END_S", 1)
     began = time.monotonic()
-    stuck = f"{{ trap '' TERM; : > ready; {UNTIL_ENDED}; }}"
-    code, said = launch(f"[ $RANK = 0 ] && {stuck}; until [ -e ready ]; do sleep 0.02; done; exit 7")
-    assert (code, said) == (7, "rank 1 ended with exit code 7; its message is above")
+    first = "[ -e again ] && exit 7;"
+    stuck = f"[ $RANK = 0 ] && {{ trap '' TERM; : > ready; {UNTIL_ENDED}; }};"
+    code, said = launch(f"{first} {stuck} until [ -e ready ]; do sleep 0.02; done; : > again; exit 7", 1)
+    assert code == 7
+    assert said.splitlines()[0].startswith(
+        "rank 1 ended with exit code 7; its message is above; starting all"
+    )
     assert time.monotonic() - began < 20
+
+
+def test_a_rank_gets_time_to_end_if_no_restart_follows(
+    launch: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a stop that is saved, the first rank may still write records when the others have ended."""
+    monkeypatch.setattr(agent, "END_S", 0.1)
+    slow = "{ trap '' TERM; : > ready; sleep 1; : > written; exit 75; }"
+    code, _ = launch(f"[ $RANK = 0 ] && {slow}; until [ -e ready ]; do sleep 0.02; done; exit 75", 1)
+    assert code == 75
+    assert Path("written").exists()
 
 
 def test_nohup_is_heeded(launch: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

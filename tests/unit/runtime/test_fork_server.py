@@ -28,7 +28,7 @@ from titanlite.runtime import fork_server
 from titanlite.runtime.agent import Agent, RanksFailed
 from titanlite.runtime.environment import LAUNCHER_PID, NOTES
 from titanlite.runtime.fork_server import ForkedRank, ForkServer
-from titanlite.runtime.forked_ranks import RANK, forked_by
+from titanlite.runtime.forked_ranks import RANK_COMMAND, forked_by
 from titanlite.runtime.rendezvous import OneNode
 from titanlite.runtime.signals import SAVE, STOP
 from titanlite.tools.fork_server import run_rank, serve
@@ -147,7 +147,7 @@ def test_a_forked_rank_is_as_one_that_was_started(server: ForkServer, folder: Pa
     assert rank_facts["word"] == "ä \udc80"
     assert rank_facts["parent"] == os.getpid(), "the launcher gets its exit code"
     assert rank_facts["is_leader"], "a Ctrl-C would reach it beside the launcher's signal"
-    assert rank_facts["command"] == [*RANK, *words], "ps shows a rank"
+    assert rank_facts["command"] == [*RANK_COMMAND, *words], "ps shows a rank"
     assert rank_facts["argv"][1:] == words
     assert rank_facts["argv"][0].endswith("titanlite/cli.py")
     assert rank_facts["is_warm"]
@@ -208,7 +208,7 @@ def test_another_server_replaces_one_that_has_died(
     assert fork(server, folder, CODE="3")[0].wait(60) == 3
     assert pid_of(server) != before
     assert capfd.readouterr().err == (
-        "titanlite: the process that forks ranks has ended with exit code -9; starting another\n"
+        "titanlite: the process that forks ranks was ended by SIGKILL; starting another\n"
     )
     assert rank.poll() is None
     os.kill(rank.pid, signal.SIGTERM)
@@ -239,7 +239,8 @@ def agent(
     monkeypatch.setenv("CODE", "5")
     before = {number: signal.getsignal(number) for number in (*STOP, *SAVE, signal.SIGQUIT)}
     spec = WorkerSpec(
-        role="default", local_world_size=1, entrypoint=RANK[0], args=(*RANK[1:], *words_of(folder)),
+        role="default", local_world_size=1,
+        entrypoint=RANK_COMMAND[0], args=(*RANK_COMMAND[1:], *words_of(folder)),
         rdzv_handler=OneNode(RendezvousParameters("titanlite", "localhost:0", "test", 1, 1)),
         max_restarts=0, monitor_interval=0.02,
     )  # fmt: skip
