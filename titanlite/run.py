@@ -83,9 +83,17 @@ class Run:
             self.rt.note_error(error)  # first, because the launcher may end this rank during the wait
             self.checkpoints.close_after_error(error)
         self.loader.close()
+        self.meter.sinks.event(self.state.step, "ended", {"reason": self._reason(error)})
         self.meter.sinks.close()
         if error is not None and is_out_of_memory(error):
             raise OutOfMemory(explain(f"in step {self.state.step}, {phase(trace)}", error)) from error
+
+    def _reason(self, error: BaseException | None) -> str:
+        """Why the process ends. Its event is the last sign of life, with which `titanlite report` tells an
+        end from a kill."""
+        if error is not None:
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        return "all steps are done" if self.state.step >= self.job.training.steps else "asked to stop"
 
     def profiler(self) -> Profiler:
         """The profiler of the steps that [profiling] chooses."""
