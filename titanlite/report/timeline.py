@@ -45,16 +45,25 @@ MIN_OTHER = 0.005  # share of the total, below which time without a cause is tha
 ALL_DONE = "all steps are done"  # reason of the event `ended`
 
 
+class Restart(NamedTuple):
+    """A restart. `seconds`: from the last sign of life of the process before to the first step, without that
+    step but with compilation. `set_up_s`: the part of them since the set-up began. `was_killed`: the process
+    before did not end by itself, and its steps after its last record are in `seconds`."""
+
+    seconds: float
+    set_up_s: float
+    was_killed: bool
+
+
 @dataclass(frozen=True)
 class Timeline:
     """Seconds of a run by cause, `training` included, and the hours up to each record, without the time
-    between processes. Empty if the records have no time/step_s. `restarts_s`: of each restart, the seconds
-    from the last sign of life of the process before to the first step, without that step. `notes`: what is
-    estimated or not recorded."""
+    between processes. Empty if the records have no time/step_s. `notes`: what is estimated or not
+    recorded."""
 
     seconds: dict[str, float]
     hours: Floats
-    restarts_s: list[float]
+    restarts: list[Restart]
     notes: list[str]
 
     @property
@@ -89,11 +98,11 @@ def timeline(run: RecordedRun) -> Timeline:
     if not len(step_times):
         return Timeline({}, np.zeros(0), [], [])
     typical_s = float(np.median(step_times))
-    events = [event for event in _events(run) if _time(event) > 0]
-    has_clock = bool(events) and all(_clock(record) > 0 for record in [*run.records, *run.superseded])
+    events = [event for event in _events(run) if event_time(event) > 0]
+    has_clock = bool(events) and all(record_time(record) > 0 for record in [*run.records, *run.superseded])
     windows = list(_by_clock(run, events) if has_clock else _without_clock(run))
     causes = dict.fromkeys(ORDER, 0.0)
-    hours, total, restarts_s = list[float](), 0.0, list[float]()
+    hours, total, restarts = list[float](), 0.0, list[Restart]()
     last: _Window | None = None
     for window in windows:
         record, seconds = window.record, _seconds(window, typical_s)
@@ -101,14 +110,16 @@ def timeline(run: RecordedRun) -> Timeline:
         if FIRST_STEP in record and last is not None:
             between_s = _between(last, record) if has_clock else 0.0
             unlogged_s = min(window.unlogged * typical_s, between_s)
-            restarts_s.append(seconds.pop("start") + between_s - unlogged_s)
-            causes["restarts"] += restarts_s[-1]
+            start_s, between_s = seconds.pop("start"), between_s - unlogged_s
+            set_up_s = start_s + seconds["compilation"]
+            restarts.append(Restart(set_up_s + between_s, set_up_s, last.end is None))
+            causes["restarts"] += start_s + between_s
             causes[TRAINING] += unlogged_s
             total += unlogged_s
         elif has_clock and last is not None:
-            causes["other"] += _clock(record) - _clock(last.record) - sum(seconds.values())
+            causes["other"] += record_time(record) - record_time(last.record) - sum(seconds.values())
         if window.end is not None:
-            causes["ends"] += max(_time(window.end) - _clock(record), 0.0)
+            causes["ends"] += max(event_time(window.end) - record_time(record), 0.0)
         for cause, value in seconds.items():
             causes[cause] += value
         if window.is_kept:
@@ -117,7 +128,7 @@ def timeline(run: RecordedRun) -> Timeline:
     if causes["other"] < max(MIN_OTHER * sum(causes.values()), 1.0):
         del causes["other"]
     spent = {cause: value for cause, value in causes.items() if value > 0}
-    return Timeline(spent, np.array(hours), restarts_s, _notes(run, windows, has_clock))
+    return Timeline(spent, np.array(hours), restarts, _notes(run, windows, has_clock))
 
 
 def gpu_hours(run: RecordedRun) -> float | None:
@@ -139,7 +150,7 @@ def goodput_text(run: RecordedRun) -> str:
     if spent.goodput is None:
         return ""
     times = f"{duration(spent.seconds.get(TRAINING, 0.0))} of {duration(spent.total_s)} in steps that count"
-    num = len(spent.restarts_s)
+    num = len(spent.restarts)
     return f"{spent.goodput:.1%}: {times}" + (f"; {num} restart{'s' * (num > 1)}" if num else "")
 
 
@@ -164,14 +175,14 @@ def _events(run: RecordedRun) -> list[RunEvent]:
 
 def _by_clock(run: RecordedRun, events: list[RunEvent]) -> Iterator[_Window]:
     """The windows in the order of their times. `events`: with times, since the run began."""
-    began = _time(events[0])
+    began = event_time(events[0])
     kept = {id(record) for record in run.records}
-    records = [r for r in [*run.records, *run.superseded] if id(r) in kept or _clock(r) >= began]
-    records.sort(key=_clock)
-    moments = [_clock(record) for record in records]
+    records = [r for r in [*run.records, *run.superseded] if id(r) in kept or record_time(r) >= began]
+    records.sort(key=record_time)
+    moments = [record_time(record) for record in records]
     after = [list[RunEvent]() for _ in range(len(records) + 1)]  # the events before each record, and the last
     for event in events:
-        after[bisect_right(moments, _time(event))].append(event)
+        after[bisect_right(moments, event_time(event))].append(event)
     # Steps above `limit` were trained again after a later event.
     limits, limit = list[float](), float("inf")
     for happened in after[:0:-1]:
@@ -228,8 +239,8 @@ def _between(last: _Window, first: Record) -> float:
     ended = last.end
     if ended is not None and ended.about.get("reason") == ALL_DONE:
         return 0.0
-    sign_of_life = _clock(last.record) if ended is None else _time(ended)
-    return max(_clock(first) - _possible(first, FIRST_STEP) - sign_of_life, 0.0)
+    sign_of_life = record_time(last.record) if ended is None else event_time(ended)
+    return max(record_time(first) - _possible(first, FIRST_STEP) - sign_of_life, 0.0)
 
 
 def _seconds(window: _Window, typical_s: float) -> dict[str, float]:
@@ -275,11 +286,13 @@ def _notes(run: RecordedRun, windows: list[_Window], has_clock: bool) -> list[st
     return notes
 
 
-def _clock(record: Record) -> float:
+def record_time(record: Record) -> float:
+    """Return when a record was made, in seconds since 1970; 0 if it does not say so."""
     return _moment(str(record.get(CLOCK)))
 
 
-def _time(event: RunEvent) -> float:
+def event_time(event: RunEvent) -> float:
+    """Return when an event happened, in seconds since 1970; 0 if it does not say so."""
     return _moment(event.time)
 
 

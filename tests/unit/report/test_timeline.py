@@ -67,7 +67,8 @@ def test_the_time_of_a_run_that_was_killed_and_stopped(run: ClockedRun) -> None:
     )
     assert spent.total_s == pytest.approx(run.now)
     assert spent.goodput == pytest.approx(80 / run.now)
-    assert spent.restarts_s == pytest.approx([46, 23])
+    assert [restart.seconds for restart in spent.restarts] == pytest.approx([46, 23])
+    assert [(restart.set_up_s, restart.was_killed) for restart in spent.restarts] == [(18, True), (18, False)]
     (note,) = spent.notes
     assert note.startswith(
         "Of 2 restarts, 1 followed a process that was killed: its time after its last record"
