@@ -32,6 +32,7 @@ from titanlite.metrics.metric import MeasuredRun, OpenMetric, StepResult, values
 from titanlite.metrics.parameters import ParameterMetrics, ParameterStatistics
 from titanlite.metrics.probe import ProbeMetrics
 from titanlite.metrics.profiling import Profiler
+from titanlite.metrics.sinks.base import ALL_DONE, STOPPED
 from titanlite.metrics.sinks.console import task_accuracies
 from titanlite.metrics.slow_ranks import SlowRanks
 from titanlite.metrics.step_times import StepTimes
@@ -93,7 +94,7 @@ class Run:
         end from a kill."""
         if error is not None:
             return f"{type(error).__name__}: {error}".splitlines()[0]
-        return "all steps are done" if self.state.step >= self.job.training.steps else "asked to stop"
+        return ALL_DONE if self.state.step >= self.job.training.steps else STOPPED
 
     def profiler(self) -> Profiler:
         """The profiler of the steps that [profiling] chooses."""

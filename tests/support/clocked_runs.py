@@ -17,7 +17,6 @@ from titanlite.metrics.sinks.events import EventLog
 from titanlite.metrics.sinks.jsonl import JsonLines
 
 BEGAN = datetime(2026, 11, 28, 7, tzinfo=timezone.utc)
-DONE, STOPPED = "all steps are done", "asked to stop"
 
 
 @dataclass

@@ -86,9 +86,9 @@ def measured_times(run: RecordedRun, assumed: Times, size: Size | None, gpus_per
     if spent.restarts:
         steps = [record["step"] for record in run.records]
         window_s = step_s * float(np.median(np.diff(steps))) if len(steps) > 1 else 0.0
-        # A process is killed in the middle between two records, on average. The steps since the last record
-        # are among the steps that are trained again, and must not count twice.
-        seconds = [max(r.seconds - r.was_killed * window_s / 2, r.set_up_s) for r in spent.restarts]
+        # A process fails in the middle between two records, on average. Its steps since the last record are
+        # among the steps that are trained again, and must not count twice.
+        seconds = [max(r.seconds - r.has_failed * window_s / 2, r.set_up_s) for r in spent.restarts]
         found["restart"] = float(np.median(seconds))
     by_gpu, by_node = 1.0, 1.0
     if size is not None and (recorded := _recorded_size(run, gpus_per_node)):
@@ -134,10 +134,12 @@ def _stalls(run: RecordedRun) -> list[float]:
 def _writes(run: RecordedRun) -> list[float]:
     """Seconds from the report of a saved step until the save was seen to be complete, which is up to a step
     later than it was; of saved steps with a report."""
-    made = [(record["step"], record_time(record)) for record in [*run.records, *run.superseded]]
+    made = dict[int, list[float]]()
+    for record in [*run.records, *run.superseded]:
+        made.setdefault(record["step"], []).append(record_time(record))
     writes = list[float]()
     for saved in run.events:
-        if saved.kind == "saved":
-            ages = [event_time(saved) - time for step, time in made if step == saved.step and time]
-            writes += [min(age for age in ages if age >= 0)] if max(ages, default=-1) >= 0 else []
+        times = made.get(saved.step, []) if saved.kind == "saved" else []
+        if ages := [event_time(saved) - time for time in times if 0 < time <= event_time(saved)]:
+            writes.append(min(ages))
     return writes

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from titanlite.metrics.sinks.base import ALL_DONE, STOPPED
 from titanlite.report.estimates import Floats
 from titanlite.report.events import RESTARTS, RunEvent
 from titanlite.report.recorded_run import Record, RecordedRun
@@ -42,17 +43,16 @@ FIRST_STEP, STEP, COMPILE, WAIT, CLOCK = (
 TRAINING, AGAIN = "training", "steps trained again"
 ORDER = [TRAINING, "data wait", "compilation", "start", "restarts", *PAUSES, AGAIN, "ends", "other"]
 MIN_OTHER = 0.005  # share of the total, below which time without a cause is that of writing records
-ALL_DONE = "all steps are done"  # reason of the event `ended`
 
 
 class Restart(NamedTuple):
     """A restart. `seconds`: from the last sign of life of the process before to the first step, without that
-    step but with compilation. `set_up_s`: the part of them since the set-up began. `was_killed`: the process
-    before did not end by itself, and its steps after its last record are in `seconds`."""
+    step but with compilation. `set_up_s`: the part of them since the set-up began. `has_failed`: the process
+    before was killed or ended with an error, and its steps after its last record are in `seconds`."""
 
     seconds: float
     set_up_s: float
-    was_killed: bool
+    has_failed: bool
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class _Window(NamedTuple):
     """A record, and the steps that its process had taken since its record before. `counted`: those of them
     that were not trained again later. `is_kept`: the record is in metrics.jsonl. `unlogged`: steps that count
     and have no record, before the first record of a process. `end`: the event of the end of the process,
-    after its last record."""
+    after its last record, if it was no error."""
 
     record: Record
     taken: int
@@ -98,8 +98,8 @@ def timeline(run: RecordedRun) -> Timeline:
     if not len(step_times):
         return Timeline({}, np.zeros(0), [], [])
     typical_s = float(np.median(step_times))
-    events = [event for event in _events(run) if event_time(event) > 0]
-    has_clock = bool(events) and all(record_time(record) > 0 for record in [*run.records, *run.superseded])
+    events = _events(run)
+    has_clock = _has_clock(run, events)
     windows = list(_by_clock(run, events) if has_clock else _without_clock(run))
     causes = dict.fromkeys(ORDER, 0.0)
     hours, total, restarts = list[float](), 0.0, list[Restart]()
@@ -173,6 +173,13 @@ def _events(run: RecordedRun) -> list[RunEvent]:
     return run.events[starts[-1] :] if starts else run.events
 
 
+def _has_clock(run: RecordedRun, events: list[RunEvent]) -> bool:
+    """Whether all records and events have times, which go forward."""
+    kept, happened = [record_time(r) for r in run.records], [event_time(event) for event in events]
+    times = [*kept, *happened, *(record_time(record) for record in run.superseded)]
+    return bool(events) and min(times) > 0 and kept == sorted(kept) and happened == sorted(happened)
+
+
 def _by_clock(run: RecordedRun, events: list[RunEvent]) -> Iterator[_Window]:
     """The windows in the order of their times. `events`: with times, since the run began."""
     began = event_time(events[0])
@@ -202,7 +209,7 @@ def _by_clock(run: RecordedRun, events: list[RunEvent]) -> Iterator[_Window]:
             floor = min([before, *(event.step for event in rewinds)])
         counted = max(int(min(step, limit)) - floor, 0)
         following = [event for event in after[i + 1] if event.kind in ("ended", "resumed", "started")]
-        end = following[0] if following and following[0].kind == "ended" else None
+        end = following[0] if following and following[0].about.get("reason") in (ALL_DONE, STOPPED) else None
         yield _Window(record, max(taken, counted, 1), counted, id(record) in kept, unlogged, end)
         before, counted_until = step, int(min(step, limit))
 
@@ -265,24 +272,27 @@ def _notes(run: RecordedRun, windows: list[_Window], has_clock: bool) -> list[st
     notes, num_starts = [], sum(FIRST_STEP in window.record for window in windows)
     if not has_clock:
         if num_starts > 1 or run.resumes():
-            notes.append("The time between processes is not recorded, because records have no time/utc.")
+            notes.append(
+                "The time between processes is not known: metrics.jsonl and events.jsonl need times that go "
+                "forward."
+            )
         return notes
     earlier = sum(event.kind == "started" for event in run.events) - 1
     if earlier > 0:
         notes.append(f"Earlier starts at step 1 in this folder, {earlier}, are not counted.")
     firsts = [i for i, window in enumerate(windows) if FIRST_STEP in window.record and i]
-    killed = sum(windows[i - 1].end is None for i in firsts)
-    if killed:
+    failed = sum(windows[i - 1].end is None for i in firsts)
+    if failed:
         notes.append(
-            f"Of {len(firsts)} restarts, {killed} followed a process that was killed: its time after its "
-            "last record counts as restart."
+            f"Of {len(firsts)} restarts, {failed} followed a process that was killed or failed: its time "
+            "after its last record counts as restart."
         )
     if unlogged := sum(window.unlogged for window in windows):
         notes.append(f"Steps that count but have no record, {unlogged:,}, are taken at the median step time.")
     if any(end is not None and end.about.get("reason") == ALL_DONE for *_, end in windows[:-1]):
         notes.append("The time between the end of all steps and a later start with more is not counted.")
     if windows[-1].end is None:
-        notes.append("The newest process has not ended, or was killed: nothing after its last record counts.")
+        notes.append("The newest process has not ended, or has failed: nothing after its last record counts.")
     return notes
 
 

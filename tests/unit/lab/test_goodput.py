@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.clocked_runs import STOPPED, ClockedRun
+from tests.support.clocked_runs import ClockedRun
 from titanlite import cli
 from titanlite.lab.goodput import best_interval, best_interval_s, predict
 from titanlite.lab.lost_time import Size, Times, assumed_times, measured_times
+from titanlite.metrics.sinks.base import STOPPED
 from titanlite.report.recorded_run import read_run
 
 Capture = pytest.CaptureFixture[str]

@@ -8,14 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.clocked_runs import DONE, STOPPED, ClockedRun
+from tests.support.clocked_runs import ClockedRun
 from tests.support.jobs import ROOT
+from titanlite.metrics.sinks.base import ALL_DONE, STOPPED
 from titanlite.report.facts import facts
 from titanlite.report.page import report
 from titanlite.report.recorded_run import read_run
 from titanlite.report.timeline import PAUSES, Timeline, timeline
 
 STALL = "checkpoint/stall_s"
+UNKNOWN = (
+    "The time between processes is not known: metrics.jsonl and events.jsonl need times that go forward."
+)
 
 
 def test_every_pause_that_a_run_measures_is_lost_time() -> None:
@@ -47,7 +51,7 @@ def killed_and_stopped(run: ClockedRun) -> None:
     run.wait(5.0)
     run.start(30, 18.0, {"time/validation_s": 0.5})
     run.steps(40)
-    run.end(4.0, DONE)
+    run.end(4.0, ALL_DONE)
 
 
 def test_the_time_of_a_run_that_was_killed_and_stopped(run: ClockedRun) -> None:
@@ -68,16 +72,16 @@ def test_the_time_of_a_run_that_was_killed_and_stopped(run: ClockedRun) -> None:
     assert spent.total_s == pytest.approx(run.now)
     assert spent.goodput == pytest.approx(80 / run.now)
     assert [restart.seconds for restart in spent.restarts] == pytest.approx([46, 23])
-    assert [(restart.set_up_s, restart.was_killed) for restart in spent.restarts] == [(18, True), (18, False)]
+    assert [(restart.set_up_s, restart.has_failed) for restart in spent.restarts] == [(18, True), (18, False)]
     (note,) = spent.notes
     assert note.startswith(
-        "Of 2 restarts, 1 followed a process that was killed: its time after its last record"
+        "Of 2 restarts, 1 followed a process that was killed or failed: its time after its"
     )
     line = facts(read_run(run.folder, "run"))["goodput"]
     assert line == f"{80 / run.now:.1%}: 80.0 s of 3.3 min in steps that count; 2 restarts"
     page = report([read_run(run.folder, "run")])
     assert f"<p>goodput {line}</p>" in page
-    assert "followed a process that was killed" in page
+    assert "followed a process that was killed or failed" in page
 
 
 def test_hours_of_machines_have_no_time_between_processes(run: ClockedRun) -> None:
@@ -93,9 +97,33 @@ def test_without_a_clock_the_table_says_what_it_lacks(run: ClockedRun) -> None:
         records = [json.loads(line) for line in path.read_text().splitlines()]
         path.write_text("".join(json.dumps({**r, "time/utc": "yesterday"}) + "\n" for r in records))
     spent = times(run)
-    assert spent.notes == ["The time between processes is not recorded, because records have no time/utc."]
+    assert spent.notes == [UNKNOWN]
     assert spent.total_s < run.now - 40
     assert spent.seconds["restarts"] == pytest.approx(18 + 18)
+
+
+def test_a_clock_that_goes_back_is_not_used(run: ClockedRun) -> None:
+    run.start(0, 28.0)
+    run.steps(40)
+    run.now -= 300.0  # the next machine has another clock
+    run.start(30, 18.0)
+    run.steps(40)
+    assert times(run).notes == [UNKNOWN]
+    assert times(run).seconds["restarts"] == pytest.approx(18)
+
+
+def test_the_time_until_an_error_counts_as_restart(run: ClockedRun) -> None:
+    run.start(0, 28.0)
+    run.steps(20)
+    run.end(60.0, "TimeoutError: rank 1 does not answer")
+    run.wait(5.0)
+    run.start(15, 18.0)
+    run.steps(20)
+    run.end(0.0, ALL_DONE)
+    spent = times(run)
+    assert spent.seconds["restarts"] == pytest.approx(60 + 5 + 18)
+    assert "ends" not in spent.seconds
+    assert [restart.has_failed for restart in spent.restarts] == [True]
 
 
 def test_steps_that_count_without_a_record_are_training(run: ClockedRun) -> None:
@@ -109,7 +137,7 @@ def test_steps_that_count_without_a_record_are_training(run: ClockedRun) -> None
     assert spent.seconds == pytest.approx({"training": 200, "start": 10, "restarts": 10 * 2 + 7 + 10})
     assert spent.total_s == pytest.approx(run.now)
     assert any("no record, 49," in note for note in spent.notes)
-    assert any("has not ended, or was killed" in note for note in spent.notes)
+    assert any("has not ended, or has failed" in note for note in spent.notes)
 
 
 @pytest.mark.parametrize("back_to", [16, 22], ids=["before a record", "within a window"])
@@ -118,7 +146,7 @@ def test_the_steps_that_a_rewind_undoes_are_trained_again(run: ClockedRun, back_
     run.steps(25)
     run.rewind(back_to, 3.0)
     run.steps(40)
-    run.end(0.0, DONE)
+    run.end(0.0, ALL_DONE)
     spent = times(run)
     expected = {"training": 80, "start": 10, "rewinds": 3, "steps trained again": 2 * (25 - back_to)}
     assert spent.seconds == pytest.approx(expected)
@@ -150,11 +178,11 @@ def test_the_time_before_a_new_start_and_after_all_steps_does_not_count(run: Clo
     began = run.now
     run.start(0, 10.0)
     run.steps(10)
-    run.end(1.0, DONE)
+    run.end(1.0, ALL_DONE)
     run.wait(500.0)
     run.start(10, 10.0)
     run.steps(20)
-    run.end(1.0, DONE)
+    run.end(1.0, ALL_DONE)
     spent = times(run)
     assert spent.total_s == pytest.approx(run.now - began - 500)
     assert spent.seconds["restarts"] == pytest.approx(10)
@@ -169,5 +197,5 @@ def test_time_that_no_record_explains_is_named(run: ClockedRun) -> None:
     run.steps(15)
     run.wait(60.0)  # as of a machine that was suspended
     run.steps(20)
-    run.end(0.0, DONE)
+    run.end(0.0, ALL_DONE)
     assert times(run).seconds["other"] == pytest.approx(60)

@@ -21,6 +21,7 @@ from titanlite.metrics.sinks.run_id import identify
 
 Values = Mapping[str, Any]  # metric name: int, float or str
 Event = Literal["resumed", "skipped", "accepted", "spike", "rewound", "saved", "ended"]
+ALL_DONE, STOPPED = "all steps are done", "asked to stop"  # reasons of `ended`; others are errors
 Table = Literal["parameters", "probe", "expert_loads"]
 
 
