@@ -68,7 +68,7 @@ def _nodes() -> str:
             mine, mtbf_s = replace(times, restart=restart_s or times.restart), 3600 * 6334 / nodes
             best = goodput.predict(mine, mtbf_s, goodput.best_interval(mine, mtbf_s), 100_000)
             given = goodput.predict(mine, mtbf_s, plan["configured"]["interval"], 100_000)
-            cells = [f"{nodes:,}", f"{mtbf_s / 3600:,.3g} hours", f"{mine.restart:,.3g} s"]
+            cells = [f"{nodes:,}", f"{mtbf_s / 3600:,.3g} h", f"{mine.restart:,.3g} s"]
             cells += [f"{given.share:.2%}", f"{best.share:.2%} (every {best.interval})"]
             lost = [best.shares[cause] for cause in ("steps trained again", "restarts", "saves")]
             rows.append([*cells, *(f"{share:.2%}" for share in lost)])

@@ -28,7 +28,7 @@ from titanlite.job import Job
 from titanlite.lab.cards import Cluster
 from titanlite.lab.lost_time import Size, Times, assumed_times, measured_times
 from titanlite.report.recorded_run import RecordedRun
-from titanlite.report.timeline import AGAIN, TRAINING
+from titanlite.report.timeline import AGAIN, TRAINING, duration
 from titanlite.table import table
 
 NEVER = 700.0  # exp() of more overflows
@@ -168,7 +168,7 @@ def text(plan: Mapping[str, Any] | None) -> str:
 
 
 def _hours(hours: float) -> str:
-    """Such as `6,334 hours`, `6.33 hours` or `5.2 minutes`."""
-    if hours >= 100:
-        return f"{hours:,.0f} hours"
-    return f"{hours:.3g} hours" if hours >= 1 else f"{60 * hours:.3g} minutes"
+    """Such as `6,334 h`, `6.33 h` or `5.2 min`."""
+    if hours < 1:
+        return duration(3600 * hours)
+    return f"{hours:,.0f} h" if hours >= 100 else f"{hours:.3g} h"

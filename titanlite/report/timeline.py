@@ -269,14 +269,12 @@ def _seconds(window: _Window, typical_s: float) -> dict[str, float]:
 
 def _notes(run: RecordedRun, windows: list[_Window], has_clock: bool) -> list[str]:
     """Sentences on what the table of times does not have, or estimates."""
-    notes, num_starts = [], sum(FIRST_STEP in window.record for window in windows)
+    notes = list[str]()
     if not has_clock:
-        if num_starts > 1 or run.resumes():
-            notes.append(
-                "The time between processes is not known: metrics.jsonl and events.jsonl need times that go "
-                "forward."
-            )
-        return notes
+        return [
+            "The time between processes, and after their last records, is not known: metrics.jsonl and "
+            "events.jsonl have no times, or times that go back."
+        ]
     earlier = sum(event.kind == "started" for event in run.events) - 1
     if earlier > 0:
         notes.append(f"Earlier starts at step 1 in this folder, {earlier}, are not counted.")

@@ -171,7 +171,7 @@ def test_a_plan_predicts_goodput(capsys: Capture) -> None:
     assert by_restart["sources"]["restart"] == "--restart"
     assert cli.run([*PLAN, "--mtbf=800"]) == 0
     text = capsys.readouterr().out
-    assert "; a failure every 100 hours (--mtbf: every 800 hours per node; nodes: 8)" in text
+    assert "; a failure every 100 h (--mtbf: every 800 h per node; nodes: 8)" in text
     assert f"with --checkpoint.interval={goodput['recommended']['interval']};" in text
     assert "(assumed, as on one H200 and its disk)" in text
 

@@ -18,7 +18,8 @@ from titanlite.report.timeline import PAUSES, Timeline, timeline
 
 STALL = "checkpoint/stall_s"
 UNKNOWN = (
-    "The time between processes is not known: metrics.jsonl and events.jsonl need times that go forward."
+    "The time between processes, and after their last records, is not known: metrics.jsonl and events.jsonl "
+    "have no times, or times that go back."
 )
 
 
