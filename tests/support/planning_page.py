@@ -59,7 +59,7 @@ def _failures() -> dict[str, Any]:
 def _nodes() -> str:
     """The table of what jobs of several sizes lose."""
     plan = _failures()
-    times = Times(**plan["times"], sources=plan["sources"])
+    times = Times(**plan["times_s"], sources=plan["sources"])
     head = ["nodes", "a failure every", "restart", "every 250 steps", "at the best interval"]
     causes = ["steps again", "restarts", "saves"]
     rows = [[*head, *causes], ["---"] * (len(head) + len(causes))]

@@ -35,7 +35,7 @@ NEVER = 700.0  # exp() of more overflows
 CAUSES = (TRAINING, "pauses", "saves", AGAIN, "restarts", "start")
 UNITS = {"pauses": "s of validation, waits for data and the like per s of training"}
 BEST = "about sqrt(2 x save x time between failures) (Young 1974, Daly 2006)"
-LIMITED = "the shortest in which a save is complete before the next, or a step"
+LIMITED = "the shortest possible: a save is complete before the next one begins"
 ASSUMPTIONS = (
     "assumed: failures are independent, at a constant rate, each ends the job, and a restart finds as many "
     "nodes as before"
@@ -130,7 +130,7 @@ def section(
         "mtbf_hours_of_node": options.mtbf,
         "nodes": nodes,
         "mtbf_hours_of_job": mtbf_s / 3600,
-        "times": {name: getattr(times, name) for name in times.sources},
+        "times_s": {name: getattr(times, name) for name in times.sources},
         "sources": times.sources,
         **{name: _as_json(predict(times, mtbf_s, n, num_steps)) for name, n in intervals.items()},
     }
@@ -146,7 +146,7 @@ def text(plan: Mapping[str, Any] | None) -> str:
     if plan is None:
         return "no goodput, because this layout does not fit"
     columns = [plan["configured"], plan["recommended"]]
-    times, sources = plan["times"], plan["sources"]
+    times, sources = plan["times_s"], plan["sources"]
     rows = [["checkpoint.interval", *(f"{column['interval']:,}" for column in columns)]]
     rows += [[cause, *(f"{column['shares'][cause]:.2%}" for column in columns)] for cause in CAUSES]
     rows.append(["steps again per failure", *(f"{column['repeated']:,.1f}" for column in columns)])

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -90,6 +91,11 @@ class _Window(NamedTuple):
     unlogged: int = 0
     end: RunEvent | None = None
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the process ended after it with all steps done: the run did not wait for a next start."""
+        return self.end is not None and self.end.about.get("reason") == ALL_DONE
+
 
 @cache
 def timeline(run: RecordedRun) -> Timeline:
@@ -107,7 +113,7 @@ def timeline(run: RecordedRun) -> Timeline:
     for window in windows:
         record, seconds = window.record, _seconds(window, typical_s)
         total += sum(seconds.values())
-        if FIRST_STEP in record and last is not None:
+        if FIRST_STEP in record and last is not None and not last.is_done:
             between_s = _between(last, record) if has_clock else 0.0
             unlogged_s = min(window.unlogged * typical_s, between_s)
             start_s, between_s = seconds.pop("start"), between_s - unlogged_s
@@ -116,7 +122,7 @@ def timeline(run: RecordedRun) -> Timeline:
             causes["restarts"] += start_s + between_s
             causes[TRAINING] += unlogged_s
             total += unlogged_s
-        elif has_clock and last is not None:
+        elif has_clock and FIRST_STEP not in record and last is not None:
             causes["other"] += record_time(record) - record_time(last.record) - sum(seconds.values())
         if window.end is not None:
             causes["ends"] += max(event_time(window.end) - record_time(record), 0.0)
@@ -242,11 +248,8 @@ def _without_clock(run: RecordedRun) -> Iterator[_Window]:
 
 def _between(last: _Window, first: Record) -> float:
     """Seconds from the last sign of life of a process to the start of the set-up of the next process, whose
-    first record is `first`. 0 if the earlier one had taken all steps: the run was not waiting then."""
-    ended = last.end
-    if ended is not None and ended.about.get("reason") == ALL_DONE:
-        return 0.0
-    sign_of_life = record_time(last.record) if ended is None else event_time(ended)
+    first record is `first`."""
+    sign_of_life = record_time(last.record) if last.end is None else event_time(last.end)
     return max(record_time(first) - _possible(first, FIRST_STEP) - sign_of_life, 0.0)
 
 
@@ -278,16 +281,15 @@ def _notes(run: RecordedRun, windows: list[_Window], has_clock: bool) -> list[st
     earlier = sum(event.kind == "started" for event in run.events) - 1
     if earlier > 0:
         notes.append(f"Earlier starts at step 1 in this folder, {earlier}, are not counted.")
-    firsts = [i for i, window in enumerate(windows) if FIRST_STEP in window.record and i]
-    failed = sum(windows[i - 1].end is None for i in firsts)
-    if failed:
+    before = [last for last, first in pairwise(windows) if FIRST_STEP in first.record and not last.is_done]
+    if failed := sum(window.end is None for window in before):
         notes.append(
-            f"Of {len(firsts)} restarts, {failed} followed a process that was killed or failed: its time "
+            f"Of {len(before)} restarts, {failed} followed a process that was killed or failed: its time "
             "after its last record counts as restart."
         )
     if unlogged := sum(window.unlogged for window in windows):
         notes.append(f"Steps that count but have no record, {unlogged:,}, are taken at the median step time.")
-    if any(end is not None and end.about.get("reason") == ALL_DONE for *_, end in windows[:-1]):
+    if any(window.is_done for window in windows[:-1]):
         notes.append("The time between the end of all steps and a later start with more is not counted.")
     if windows[-1].end is None:
         notes.append("The newest process has not ended, or has failed: nothing after its last record counts.")

@@ -162,7 +162,7 @@ def test_a_plan_predicts_goodput(capsys: Capture) -> None:
     plan = planned(capsys, *PLAN, "--mtbf=800")
     goodput, step_s = plan["goodput"], plan["time"]["step_s"]
     assert (goodput["nodes"], goodput["mtbf_hours_of_job"]) == (8, 100)
-    assert goodput["times"]["step"] == step_s
+    assert goodput["times_s"]["step"] == step_s
     assert goodput["configured"]["interval"] == 500
     assert goodput["recommended"]["goodput"] > goodput["configured"]["goodput"] > 0.9
     assert "goodput" not in planned(capsys, *PLAN)  # control
@@ -179,9 +179,9 @@ def test_a_plan_predicts_goodput(capsys: Capture) -> None:
 def test_a_plan_takes_the_times_of_a_run(capsys: Capture, run: ClockedRun) -> None:
     words = ["--mtbf=1", f"--measured-run={run.folder}"]
     measured = planned(capsys, "plan", "debug", "--training.steps=1000", *words)["goodput"]
-    assert (measured["times"]["step"], measured["times"]["save"]) == (2.0, 1.5)
+    assert (measured["times_s"]["step"], measured["times_s"]["save"]) == (2.0, 1.5)
     other = planned(capsys, *PLAN, *words)
-    assert other["goodput"]["times"]["step"] == other["time"]["step_s"]
+    assert other["goodput"]["times_s"]["step"] == other["time"]["step_s"]
     assert other["goodput"]["sources"]["start"] == "measured in measured"
 
 

@@ -186,7 +186,8 @@ def test_the_time_before_a_new_start_and_after_all_steps_does_not_count(run: Clo
     run.end(1.0, ALL_DONE)
     spent = times(run)
     assert spent.total_s == pytest.approx(run.now - began - 500)
-    assert spent.seconds["restarts"] == pytest.approx(10)
+    assert spent.seconds["start"] == pytest.approx(10 + 10)
+    assert spent.restarts == []
     assert spent.notes == [
         "Earlier starts at step 1 in this folder, 1, are not counted.",
         "The time between the end of all steps and a later start with more is not counted.",
