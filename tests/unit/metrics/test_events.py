@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
+
+import pytest
 
 from tests.support.jobs import make_job
 from tests.support.non_finite import bad_steps
+from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.metrics.sinks.events import EventLog
 from titanlite.train import train
 
@@ -55,10 +61,32 @@ def test_a_run_records_its_events_and_sources(tmp_path: Path, corpus: Path) -> N
     with bad_steps({3}):
         assert train(make_job(tmp_path, corpus, "--training.steps=4", synchronous)) == 0
     events = [(event["event"], event["step"]) for event in events_in(job.folder)]
-    assert events == [("started", 0), ("saved", 2), ("resumed", 2), ("skipped", 3), ("saved", 4)]
+    assert events == [
+        ("started", 0), ("saved", 2), ("ended", 2),
+        ("resumed", 2), ("skipped", 3), ("saved", 4), ("ended", 4),
+    ]  # fmt: skip
     sources = json.loads((job.folder / "sources.json").read_text())["sources"]
     assert {source["sequences"]: source["share"] for source in sources} == {13: 0.25, 294: 0.75}
     assert all(str(corpus) in source["source"] for source in sources)
     metrics = [json.loads(line) for line in (job.folder / "metrics.jsonl").read_text().splitlines()]
     per_step = metrics[0]["progress/sequences"]
     assert [m["progress/sequences"] for m in metrics] == [per_step * m["step"] for m in metrics]
+
+
+def test_the_end_of_a_process_has_its_reason(tmp_path: Path, corpus: Path) -> None:
+    steps = ("--training.steps=2", "--checkpoint.interval=1")
+    job = make_job(tmp_path, corpus, *steps)
+    with failing_save(), pytest.raises(RuntimeError):
+        train(job)
+    assert train(job) == 0
+    ends = [(event["step"], event["reason"]) for event in events_in(job.folder) if event["event"] == "ended"]
+    assert ends == [(1, "RuntimeError: no save"), (2, "all steps are done")]
+
+
+@contextmanager
+def failing_save() -> Iterator[None]:
+    """Every save raises an error of two lines."""
+    with pytest.MonkeyPatch.context() as patch:
+        error = RuntimeError("no save\nsecond line")
+        patch.setattr(Checkpointer, "save", Mock(side_effect=error))
+        yield
