@@ -7,7 +7,9 @@ the same text, tokenizer and GPU.
     python benchmarks/gpt_quality.py summary FOLDER --output benchmarks/results/NAME.json
 
 The text is that of text_by_kind.py, all kinds mixed: the files of the standard library and of all installed
-packages, without duplicates, with one file in 33 held out. Both programs read the same documents under the
+packages, without duplicates, with one file in 33 held out. Files are cut at line ends into documents of at
+most 6,000 characters, about 1,500 tokens: nanochat trains on no more than the first 2,048 tokens of a
+document, so that of whole files it would see beginnings only. Both programs read the same documents under the
 same 32,768 ids.
 
 A run is recorded in FOLDER/NAME.json: its command, the seconds of training (without start, compilation, which
@@ -25,6 +27,7 @@ import json
 import math
 import os
 import pickle
+import random
 import re
 import subprocess
 import sys
@@ -51,7 +54,7 @@ from titanlite.runtime.process import pick_device  # noqa: E402
 from titanlite.tokenizers.tiktoken import Tiktoken  # noqa: E402
 
 VOCAB_SIZE, NUM_SPECIAL, TOKENIZER_SHARE = 32_768, 9, 8
-SEQ_LEN, SKIPPED_STEPS = 2048, 10
+SEQ_LEN, SKIPPED_STEPS, MAX_CHARACTERS = 2048, 10, 6000
 SPECIAL = (
     "bos", "user_start", "user_end", "assistant_start", "assistant_end", "python_start", "python_end",
     "output_start", "output_end",
@@ -66,9 +69,10 @@ def make_text(folder: Path, every: int) -> None:
     """Write the documents, the tokenizer and the datasets."""
     documents = without_duplicates(sorted(read_documents(every), key=lambda d: (d.digest, d.kind)))
     texts = {
-        name: [d.text for d in documents if d.held_out == held_out]
+        name: [part for d in documents if d.held_out == held_out for part in parts(d.text)]
         for name, held_out in (("train", False), ("held_out", True))
     }
+    random.Random(0).shuffle(texts["train"])  # nanochat reads them in their order
     sample = write_lines(folder / "sample.jsonl", texts["train"][::TOKENIZER_SHARE])
     tokenizer = folder / "tokenizer.tiktoken"
     titanlite("tokenizer", "train", sample, "--vocab-size", VOCAB_SIZE - NUM_SPECIAL, "--output", tokenizer)
@@ -78,6 +82,16 @@ def make_text(folder: Path, every: int) -> None:
     _write_for_nanochat(folder, files, tokenizer)
     sizes = {name: sum(len(text.encode()) for text in lines) for name, lines in texts.items()}
     (folder / "text.json").write_text(json.dumps({name: [len(texts[name]), sizes[name]] for name in texts}))
+
+
+def parts(text: str) -> list[str]:
+    """A text cut at line ends into parts of at most MAX_CHARACTERS characters; a longer line is one part."""
+    result = [""]
+    for line in text.splitlines(keepends=True):
+        if result[-1] and len(result[-1]) + len(line) > MAX_CHARACTERS:
+            result.append("")
+        result[-1] += line
+    return result
 
 
 def _tokenizer(file: Path) -> Tiktoken:

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import runpy
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,11 +22,16 @@ import torch
 GROUP = 1000  # documents that are read at once
 
 
+@cache  # nanochat opens the file again in each epoch
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text(encoding="utf-8").splitlines()
+
+
 class JsonLines:
     """The part of pyarrow.parquet.ParquetFile that nanochat uses, for a file of JSON Lines."""
 
     def __init__(self, path: str):
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = _lines(path)
         self.groups = [lines[i : i + GROUP] for i in range(0, len(lines), GROUP)]
         self.num_row_groups = len(self.groups)
 

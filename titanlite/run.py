@@ -33,6 +33,7 @@ from titanlite.metrics.metric import MeasuredRun, OpenMetric, StepResult, values
 from titanlite.metrics.parameters import ParameterMetrics, ParameterStatistics
 from titanlite.metrics.probe import ProbeMetrics
 from titanlite.metrics.profiling import Profiler
+from titanlite.metrics.sinks.base import ALL_DONE, STOPPED
 from titanlite.metrics.sinks.console import task_accuracies
 from titanlite.metrics.slow_ranks import SlowRanks
 from titanlite.metrics.step_times import StepTimes
@@ -85,9 +86,17 @@ class Run:
             self.rt.note_error(error)  # first, because the launcher may end this rank during the wait
             self.checkpoints.close_after_error(error)
         self.loader.close()
+        self.meter.sinks.event(self.state.step, "ended", {"reason": self._reason(error)})
         self.meter.sinks.close()
         if error is not None and is_out_of_memory(error):
             raise OutOfMemory(explain(f"in step {self.state.step}, {phase(trace)}", error)) from error
+
+    def _reason(self, error: BaseException | None) -> str:
+        """Why the process ends. Its event is the last sign of life, with which `titanlite report` tells an
+        end from a kill."""
+        if error is not None:
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        return ALL_DONE if self.state.step >= self.job.training.steps else STOPPED
 
     def profiler(self) -> Profiler:
         """The profiler of the steps that [profiling] chooses."""

@@ -12,7 +12,8 @@ for the new depth:
                        smear and backout keep theirs
     weight decay       optimizer.weight_decay is multiplied by sqrt(B' / B) D / D', so that a step's share of
                        the run stays in proportion to it (arXiv 2405.13698)
-    steps of schedules keep their share of the run; lr_scheduler.warmup_steps stays
+    steps of schedules keep their share of the run, from the decay of the learning rate on; earlier ones stay,
+                       as lr_scheduler.warmup_steps does
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def at_depth(job: Job, depth: int) -> Job:
     _check(job)
     assert isinstance(training.steps, int)
     assert isinstance(optimizer, Muon)
+    assert isinstance(job.lr_scheduler, WarmupStableDecay)
     if (flavor := f"d{depth}") not in model.flavors:
         known = ", ".join(name[1:] for name in model.flavors if name[1:].isdecimal())
         raise ConfigError(f"command line, --depth: {depth} is not one of {known}")
@@ -80,13 +82,14 @@ def at_depth(job: Job, depth: int) -> Job:
     steps = int(training.steps * batch * token_ratio) // new_batch
     rate, step_ratio = math.sqrt(new_batch / batch), steps / training.steps
     width = math.sqrt(model.config.dim / other.config.dim)
+    decay = round(training.steps * (1 - job.lr_scheduler.decay_ratio))
     scaled = replace(
         optimizer,
         lr=rounded(optimizer.lr * rate),
         weight_decay=rounded(optimizer.weight_decay * rate / token_ratio),
         adamw_lr_multiplier=rounded(optimizer.adamw_lr_multiplier * width),
         param_groups=_regrouped(optimizer, nets[0], rate, width),
-        schedules=[_stretched(schedule, step_ratio) for schedule in optimizer.schedules],
+        schedules=[_stretched(schedule, step_ratio, decay) for schedule in optimizer.schedules],
     )
     return replace(
         job,
@@ -144,12 +147,18 @@ def rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _stretched(schedule: HyperparameterSchedule, step_ratio: float) -> HyperparameterSchedule:
-    """The schedule over another number of steps. Raises ConfigError for amounts, which keep their length."""
+def _stretched(schedule: HyperparameterSchedule, step_ratio: float, decay: int) -> HyperparameterSchedule:
+    """The schedule over another number of steps. `decay`: the step at which the learning rate begins to
+    decay. Earlier steps stay, unless the decay then comes before them. Raises ConfigError for amounts."""
 
     def scaled(points: Points) -> Points:
         if any(isinstance(step, Amount) for step, _ in points):
             raise ConfigError("--depth needs numbers of steps in schedules", "optimizer.schedules")
-        return [[float(round(step * step_ratio)), number] for step, number in points]
+        early = [step for step, _ in points if step < decay]
+        stays = not early or early[-1] < decay * step_ratio
+        return [
+            [float(step if stays and step < decay else round(step * step_ratio)), number]
+            for step, number in points
+        ]
 
     return replace(schedule, factors=scaled(schedule.factors), values=scaled(schedule.values))

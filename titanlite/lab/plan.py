@@ -21,10 +21,11 @@ from titanlite.config.component import ConfigError
 from titanlite.data.dataset import RunSequences, SequenceDataset
 from titanlite.data.remote_shards import RemoteTokens
 from titanlite.job import Job, load_job
-from titanlite.lab import fit
+from titanlite.lab import fit, goodput
 from titanlite.lab.calibration import Measurement, planned_gpus, read_measurement
 from titanlite.lab.cards import CARDS, GIB, Cluster
 from titanlite.lab.layouts import DOES_NOT_FIT, Layout, assess, fitting_layouts
+from titanlite.lab.lost_time import Size
 from titanlite.lab.memory import KINDS, at_most
 from titanlite.lab.planned import PlannedRun, planned_run
 from titanlite.lab.scaling_law import CHINCHILLA
@@ -33,6 +34,7 @@ from titanlite.lab.verbs import plan_arguments
 from titanlite.models.base import Decoder
 from titanlite.parallel.dry_run import too_many_shards
 from titanlite.report.charts import short
+from titanlite.report.recorded_run import read_run
 from titanlite.runtime.training import BatchLayout
 from titanlite.table import table
 
@@ -75,7 +77,11 @@ def decisive_keys(job: Job) -> dict[str, Any]:
 
 def _plan(job: Job, options: Namespace) -> dict[str, Any]:
     measurement = read_measurement(options.measured) if options.measured else None
-    gpus, card = planned_gpus(options.gpus, job.parallelism.fewest_ranks, DEFAULT_CARD, measurement)
+    measured_run = read_run(folder, folder.name) if (folder := options.measured_run) else None
+    fewest = job.parallelism.fewest_ranks
+    if measured_run is not None and type(ranks := measured_run.env.get("world_size")) is int:
+        fewest = max(ranks, fewest)
+    gpus, card = planned_gpus(options.gpus, fewest, DEFAULT_CARD, measurement)
     per_node = min(options.gpus_per_node or GPUS_PER_NODE, gpus)
     if options.gpus_per_node and gpus % per_node:
         raise ConfigError(f"command line, --gpus-per-node: {gpus:,} GPUs are no multiple of {per_node}")
@@ -114,6 +120,10 @@ def _plan(job: Job, options: Namespace) -> dict[str, Any]:
         else _optimum(model["parameters"], length["tokens"]),
         "notes": _notes(run, cluster, measurement, is_timed=bool(time or options.top)),
     }
+    if options.mtbf is not None:
+        saved, step_s = _checkpoint_size(run, cluster), time["step_s"] if time else None
+        steps = length["steps"]
+        plan["goodput"] = goodput.section(resolved, options, cluster, measured_run, step_s, steps, saved)
     if options.fit:
         size = model["matmul_parameters"], length["tokens"], length["epochs"]
         plan["law"] = fit.law(options, fit.Target(resolved, *size, sequences, why_not))
@@ -225,6 +235,14 @@ def _checkpoint_bytes(run: PlannedRun) -> float:
     return sum(math.prod(p.shape) * (4 * (1 + run.job.ema.enable) + p.state_bytes) for p in trained)
 
 
+def _checkpoint_size(run: PlannedRun, cluster: Cluster) -> Size:
+    """The size of a checkpoint on each GPU and each node. Replicas of the model share its writing, but each
+    GPU copies its shards to host memory."""
+    gib = _checkpoint_bytes(run) / GIB
+    nodes = math.ceil(cluster.gpus / cluster.gpus_per_node)
+    return Size(gib * run.degrees.dp_replicate / cluster.gpus, gib / nodes)
+
+
 def _storage(
     job: Job, sequences: RunSequences | None, time: dict[str, Any] | None, cluster: Cluster
 ) -> dict[str, Any] | None:
@@ -315,6 +333,8 @@ def _row(layout: Layout, given: PlannedRun, tokens: int) -> dict[str, Any]:
 
 def _text(plan: dict[str, Any]) -> str:
     parts = [_head(plan), _memory_text(plan), _time_text(plan), _advice(plan)]
+    if "goodput" in plan:
+        parts.append(goodput.text(plan["goodput"]))
     if plan.get("layouts") is not None:
         parts.append(_layouts_text(plan))
     if plan.get("law") is not None:

@@ -12,6 +12,7 @@ from titanlite.config.amount import SUFFIXES, Amount
 from titanlite.config.component import ConfigError
 from titanlite.config.shipped import find_config
 from titanlite.lab.axes import take_axes
+from titanlite.object_store import location
 from titanlite.options import Options, add_allow_imports, parse_price
 from titanlite.tools.verbs import shown_config
 
@@ -98,6 +99,25 @@ def add_plan(options: Options) -> None:
     runs = "finished runs, or folders with some: fit a scaling law to them, and forecast CONFIG's loss by it"
     add("--fit", type=Path, nargs="+", metavar="RUN", help=runs)
     add("--flops", type=parse_flops, help="with --fit: FLOPs to find the compute-optimal run for")
+    add(
+        "--mtbf",
+        type=parse_hours,
+        metavar="HOURS",
+        help="mean time between failures of one node; adds the goodput, and the best checkpoint.interval",
+    )
+    add(
+        "--measured-run",
+        type=location,
+        metavar="RUN",
+        help="with --mtbf: take the times of starts, saves and restarts of this run folder and, without "
+        "--gpus, also its GPUs and step time",
+    )
+    add(
+        "--restart",
+        type=parse_seconds,
+        metavar="SECONDS",
+        help="with --mtbf: time from a failure to the first step after it",
+    )
     add("--json", action="store_true", help="print the plan as JSON")
     add_allow_imports(options)
 
@@ -146,6 +166,20 @@ def parse_flops(text: str) -> float:
     """Return `1e21` as a number. Raises ArgumentTypeError."""
     if not re.fullmatch(r"\d{1,30}(\.\d*)?([eE]\+?\d{1,2})?", text) or float(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of FLOPs such as 1e21")
+    return float(text)
+
+
+def parse_hours(text: str) -> float:
+    """Return `6000` or `0.5` as a number of hours. Raises ArgumentTypeError."""
+    if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text, re.ASCII) or float(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hours such as 6000 or 0.5")
+    return float(text)
+
+
+def parse_seconds(text: str) -> float:
+    """Return `45` as a number of seconds. Raises ArgumentTypeError."""
+    if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds such as 45")
     return float(text)
 
 
@@ -202,10 +236,14 @@ def plan_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             raise ConfigError(f"command line, --{key.replace('_', '-')}: {value} is below {least}")
     if options.flops is not None and not options.fit:
         raise ConfigError("command line, --flops: it needs the runs of a law; see --fit")
+    for key in ("measured_run", "restart"):
+        if getattr(options, key) is not None and options.mtbf is None:
+            raise ConfigError(f"command line, --{key.replace('_', '-')}: it needs --mtbf")
     if no_config:
         options.config = None
-        given = [key for key in ("gpus", "price", "top", "measured") if getattr(options, key)]
-        if words := [*overrides, *(f"--{key}" for key in given)]:
+        keys = ("gpus", "price", "top", "measured", "mtbf", "measured_run", "restart")
+        given = [f"--{key.replace('_', '-')}" for key in keys if getattr(options, key)]
+        if words := [*overrides, *given]:
             raise ConfigError(
                 f"{words[0]} needs a CONFIG, which comes first: titanlite plan CONFIG --fit RUN ..."
             )

@@ -19,6 +19,7 @@ from titanlite.config.component import ConfigError, check_at_least
 from titanlite.data.step_sizes import StepSize
 from titanlite.metrics.memory import peak_memory
 from titanlite.metrics.metric import Metric
+from titanlite.metrics.records import utc_now
 from titanlite.metrics.sinks.base import RunInfo, Sink, Sinks
 from titanlite.metrics.sinks.console import Console
 from titanlite.metrics.sinks.events import EventLog
@@ -136,6 +137,7 @@ class Meter:
         time/step_s (s): mean time of a step
         time/data_wait_pct (%): time in which rank 0 waited for its next batch
         time/to_first_step_s (s): from the start of the set-up to the end of the first step; once
+        time/utc: when the report was made, such as 2026-11-28T07:00:00.123+00:00
         memory/peak_allocated_gib (GiB): peak of tensors on rank 0's GPU
         memory/peak_reserved_gib (GiB): peak that torch reserved on it: this has to fit
         memory/max_allocated_gib, memory/max_reserved_gib (GiB): with several GPUs: the same of the GPU that
@@ -212,6 +214,7 @@ class Meter:
             "throughput/tflops": flops / 1e12,
             "time/step_s": training_s / steps,
             "time/data_wait_pct": 100 * self._data_wait_s / training_s,
+            "time/utc": utc_now(),
             **self._memory(),
             **self._extra,
         }

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
 from pathlib import PurePath
 
 from titanlite.storage import storage_of
+
+
+def utc_now() -> str:
+    """The time of a record, such as 2026-11-28T07:00:00.123+00:00."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 def append(path: PurePath, data: bytes) -> None:

@@ -49,6 +49,12 @@ class Muon(AdamWKeys, name="muon"):
     normalize: Literal["none", "neuron"] = "none"
     """`neuron`: give the rows of the update equal sizes over time, by a running mean with beta2 (NorMuon,
     arXiv 2510.05491)."""
+    equalize_rows: bool = False
+    """Scale the rows of the momentum to equal norms before the Newton-Schulz steps (MuonEq, arXiv
+    2603.28254)."""
+    exact_norm: bool = False
+    """Scale the result of the Newton-Schulz steps to the Frobenius norm of a matrix with singular values of 1
+    (Muon+, arXiv 2602.21545), before `normalize`."""
     split_heads: bool = False
     """Orthogonalise the rows of each attention head separately in the query, key and value projections."""
     cautious_weight_decay: bool = False
@@ -149,6 +155,8 @@ class Muon(AdamWKeys, name="muon"):
             coefficients=self._coefficients(),
             dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32,
             normalizes_rows=self.normalize == "neuron",
+            equalizes_rows=self.equalize_rows,
+            has_exact_norm=self.exact_norm,
             cautious_weight_decay=self.cautious_weight_decay,
         )
 

@@ -30,13 +30,16 @@ LearningRateScale = Literal["match_rms_adamw", "original", "spectral"]
 
 class MuonSettings(NamedTuple):
     """The settings of Muon's rule. `coefficients`: of each Newton-Schulz step. `dtype`: dtype of the
-    Newton-Schulz products and of the updates that travel between ranks. `normalizes_rows`: NorMuon."""
+    Newton-Schulz products and of the updates that travel between ranks. `normalizes_rows`: NorMuon.
+    `equalizes_rows`: MuonEq. `has_exact_norm`: Muon+."""
 
     nesterov: bool
     adjust_lr_fn: LearningRateScale
     coefficients: Coefficients
     dtype: torch.dtype
     normalizes_rows: bool = False
+    equalizes_rows: bool = False
+    has_exact_norm: bool = False
     cautious_weight_decay: bool = False
 
 
@@ -242,8 +245,13 @@ class MuonOptimizer(torch.optim.Optimizer):
         """The orthogonalised updates of a batch of whole matrices. `rows`: NorMuon's second moments of whole
         matrices, changed in place; empty without NorMuon."""
         settings, shapes = self._settings, [self._matrices[i].shape for i in batch]
-        stacked = torch.cat([_wide(updates[i].view(shape)) for i, shape in zip(batch, shapes)])
+        matrices = [updates[i].view(shape) for i, shape in zip(batch, shapes)]
+        if settings.equalizes_rows:
+            matrices = [with_equal_rows(x) for x in matrices]
+        stacked = torch.cat([_wide(x) for x in matrices])
         stacked = orthogonalize(stacked, settings.coefficients, settings.dtype)
+        if settings.has_exact_norm:
+            stacked = with_exact_norm(stacked)
         done = {}
         for i, shape, part in zip(batch, shapes, stacked.split([shape[0] for shape in shapes])):
             update = part.mT if shape[1] > shape[2] else part
@@ -297,6 +305,21 @@ def batches_of(matrices: Sequence[Matrix]) -> list[list[int]]:
         alone = i if matrix.parameter.ndim > 2 or matrix.parameter.numel() >= ALONE_NUMEL else None
         batches[matrix.block, min(m, n), max(m, n), alone].append(i)
     return list(batches.values())
+
+
+def with_equal_rows(x: torch.Tensor) -> torch.Tensor:
+    """MuonEq (arXiv 2603.28254): scale each row of matrices [..., m, n] to the root mean square of the rows'
+    norms. A row of zeros stays zero."""
+    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    mean = norms.square().mean(-2, keepdim=True).sqrt()
+    return (x * (mean / norms.clamp_min(1e-30))).to(x.dtype)
+
+
+def with_exact_norm(x: torch.Tensor) -> torch.Tensor:
+    """Muon+ (arXiv 2602.21545): scale matrices [..., m, n] to the Frobenius norm sqrt(min(m, n)), that of a
+    matrix with orthonormal rows or columns. A matrix of zeros stays zero."""
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    return (x * (min(x.shape[-2:]) ** 0.5 / norm.clamp_min(1e-30))).to(x.dtype)
 
 
 def normalize_rows(

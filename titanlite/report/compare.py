@@ -16,7 +16,7 @@ from titanlite.report.charts import short
 from titanlite.report.estimates import Series, smooth
 from titanlite.report.facts import all_verdicts, changed_keys, facts
 from titanlite.report.recorded_run import RecordedRun, names_of, read_run
-from titanlite.report.timeline import duration, timeline
+from titanlite.report.timeline import ORDER, Timeline, duration, timeline
 from titanlite.report.verdicts import nats
 from titanlite.table import table
 
@@ -93,12 +93,19 @@ def _smoothed(loss: Series) -> Series:
 
 
 def _times(runs: Sequence[RecordedRun]) -> str:
-    spent = [timeline(run).seconds for run in runs]
-    causes = list(dict.fromkeys(cause for seconds in spent for cause in seconds))
+    spent = [timeline(run) for run in runs]
+    causes = [cause for cause in ORDER if any(cause in times.seconds for times in spent)]
     if not causes:
         return ""
-    rows = [[cause, *(duration(seconds.get(cause, 0.0)) for seconds in spent)] for cause in causes]
-    return table([["time", *(run.name for run in runs)], *rows])
+    rows = [[cause, *(_with_share(cause, times) for times in spent)] for cause in causes]
+    notes = [f"{run.name}: {note}" for run, times in zip(runs, spent) for note in times.notes]
+    return "\n".join([table([["time", *(run.name for run in runs)], *rows]), *notes])
+
+
+def _with_share(cause: str, times: Timeline) -> str:
+    """The time of one cause, such as `12.5 s (3.1%)`."""
+    seconds = times.seconds.get(cause, 0.0)
+    return f"{duration(seconds)} ({seconds / times.total_s:.1%})" if seconds else ""
 
 
 def _keys(runs: Sequence[RecordedRun]) -> str:

@@ -11,7 +11,7 @@ from titanlite.report.charts import short
 RESTARTS = ("started", "resumed", "rewound")  # events after which later steps are trained again
 VERBS = {
     "resumed": "resumed after step", "rewound": "rewound to step", "skipped": "skipped step",
-    "accepted": "accepted an outlier, step", "spike": "spike detected at step",
+    "accepted": "accepted an outlier, step", "spike": "spike detected at step", "ended": "ended after step",
     "recovered": "recovered from a failure, step",
 }  # fmt: skip
 # Fields of an event in words: name, unit of a number. A field without an entry is shown under its own name.

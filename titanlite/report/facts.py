@@ -12,7 +12,7 @@ import numpy as np
 from titanlite.report.charts import short
 from titanlite.report.pairs import difference, pair_verdicts, weights_verdicts
 from titanlite.report.recorded_run import MAX_NAMED, RecordedRun, listed
-from titanlite.report.timeline import duration, gpu_hours, timeline
+from titanlite.report.timeline import duration, goodput_text, gpu_hours, timeline
 from titanlite.report.verdicts import MIN_POINTS, Verdict, verdicts_of
 
 LAYOUT = {
@@ -53,6 +53,7 @@ def facts(run: RecordedRun, price: float | None = None) -> dict[str, str]:
         "throughput": f"{np.median(speeds):,.0f} tokens/s (median)" if len(speeds) else "",
         "MFU": f"{np.median(mfu):.1%} (median)" if len(mfu) else "",
         "time": duration(3600 * hours[-1]) if len(hours) else "",
+        "goodput": goodput_text(run),
         "cost": _cost(gpu_hours(run), price),
         "resumed": _resumed(run),
     }

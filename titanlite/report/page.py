@@ -23,7 +23,7 @@ from titanlite.report.charts import Chart, data
 from titanlite.report.facts import all_verdicts, changed_keys, facts
 from titanlite.report.figures import ChartGroup, main_charts, other_charts
 from titanlite.report.recorded_run import RecordedRun, names_of, read_run
-from titanlite.report.timeline import duration, timeline
+from titanlite.report.timeline import duration, goodput_text, timeline
 from titanlite.report.verdicts import Verdict
 
 NUM_COLORS = 8  # .run0 to .run7 in page.css
@@ -223,7 +223,9 @@ def _time(run: RecordedRun, index: int) -> str:
             f'<tr><td><span class="swatch cause{i}"></span>{text(cause)}</td><td>{duration(seconds)}</td>'
             f"<td>{share:.1%}</td></tr>"
         )
-    return f'<div>{title}<div class="bar">{"".join(bars)}</div><table>{"".join(rows)}</table></div>'
+    bar, notes = "".join(bars), "".join(f'<p class="faint">{text(note)}</p>' for note in spent.notes)
+    line = f"<p>goodput {text(goodput_text(run))}</p>"
+    return f'<div>{title}{line}<div class="bar">{bar}</div><table>{"".join(rows)}</table>{notes}</div>'
 
 
 def _samples(runs: Sequence[RecordedRun]) -> str:

@@ -49,7 +49,9 @@ def test_the_settings_are_nanochats(
             within = re.sub(r"model\.layers\.\d+\.", "", name)
             wanted = next(value for start, value in rates.items() if within.startswith(start))
             assert settings.peak_lr == pytest.approx(wanted, rel=1e-3), name
-    assert job.optimizer.schedules[0].values[-1] == [steps, 0.9]
+    momentum = job.optimizer.schedules[0].values
+    assert momentum[1] == [400, 0.97], "nanochat's warmup of the momentum, at any depth"
+    assert momentum[2:] == [[pytest.approx(0.35 * steps, abs=1), 0.97], [steps, 0.9]]
 
 
 @pytest.mark.parametrize("depth", [8, 26])

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from tests.support.jobs import make_job
 from tests.support.non_finite import bad_steps
+from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.metrics.sinks.events import EventLog
 from titanlite.train import train
 
@@ -58,7 +62,10 @@ def test_a_run_records_its_events_and_sources(tmp_path: Path, corpus: Path) -> N
     with bad_steps({3}):
         assert train(make_job(tmp_path, corpus, "--training.steps=4", synchronous)) == 0
     events = [(event["event"], event["step"]) for event in events_in(job.folder)]
-    assert events == [("started", 0), ("saved", 2), ("resumed", 2), ("skipped", 3), ("saved", 4)]
+    assert events == [
+        ("started", 0), ("saved", 2), ("ended", 2),
+        ("resumed", 2), ("skipped", 3), ("saved", 4), ("ended", 4),
+    ]  # fmt: skip
     sources = json.loads((job.folder / "sources.json").read_text())["sources"]
     assert {source["sequences"]: source["share"] for source in sources} == {13: 0.25, 294: 0.75}
     assert all(str(corpus) in source["source"] for source in sources)
@@ -78,3 +85,22 @@ def test_the_first_step_after_a_restart_tells_how_long_it_took(
     assert 100 < event["seconds"] < 200
     line = f"step 1 is done, {event['seconds']:.1f} s after a rank failed or the nodes changed\n"
     assert line in capsys.readouterr().err
+
+
+def test_the_end_of_a_process_has_its_reason(tmp_path: Path, corpus: Path) -> None:
+    steps = ("--training.steps=2", "--checkpoint.interval=1")
+    job = make_job(tmp_path, corpus, *steps)
+    with failing_save(), pytest.raises(RuntimeError):
+        train(job)
+    assert train(job) == 0
+    ends = [(event["step"], event["reason"]) for event in events_in(job.folder) if event["event"] == "ended"]
+    assert ends == [(1, "RuntimeError: no save"), (2, "all steps are done")]
+
+
+@contextmanager
+def failing_save() -> Iterator[None]:
+    """Every save raises an error of two lines."""
+    with pytest.MonkeyPatch.context() as patch:
+        error = RuntimeError("no save\nsecond line")
+        patch.setattr(Checkpointer, "save", Mock(side_effect=error))
+        yield

@@ -18,7 +18,7 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.job import Job
 from titanlite.metrics.meter import Metrics
-from titanlite.metrics.sinks.base import RunInfo, Sink, Sinks, Writer
+from titanlite.metrics.sinks.base import ALL_DONE, RunInfo, Sink, Sinks, Writer
 from titanlite.train import train
 
 LOSS = {"train/loss": 2.0}
@@ -126,11 +126,12 @@ def test_a_sink_is_told_of_its_run_and_of_what_happens(
     text = next(call[2] for call in first.calls if call[0] == "sample")
     assert first.calls == [
         ("write", 1), ("write", 2), ("saved", 2), ("sample", 3, text), ("write", 3), ("saved", 3),
-        ("close",),
+        ("ended", 3, {"reason": ALL_DONE}), ("close",),
     ]  # fmt: skip
     assert second.calls == [
         ("resumed", 3, {"changed": "training.steps 3 -> 5"}),
-        ("write", 4), ("skipped", 4, ANY), ("write", 5), ("saved", 5), ("close",),
+        ("write", 4), ("skipped", 4, ANY), ("write", 5), ("saved", 5),
+        ("ended", 5, {"reason": ALL_DONE}), ("close",),
     ]  # fmt: skip
 
 
@@ -174,7 +175,7 @@ def test_a_sink_that_raises_does_not_end_the_run(
         (line,) = (line for line in said.splitlines() if "metric sink kept failed, " in line)
         assert f"failed, training continues: {__file__}:" in line
         assert line.endswith(": RuntimeError: each time")
-        assert said.count("metric sink kept failed 5 times") == 1
+        assert said.count("metric sink kept failed 6 times") == 1
         assert opened[0].calls[-1] == ("close",)
 
 

@@ -167,6 +167,33 @@ def test_normalised_rows_keep_the_norm_of_each_matrix_that_is_orthogonalised(spl
     assert (moved - joint).norm() > 1e-2 * joint.norm(), "control"
 
 
+@pytest.mark.parametrize("name", [DOWN, "model.layers.0.mlp.gate_proj.weight"], ids=["wide", "tall"])
+def test_rows_are_equalised_before_the_iteration_and_the_norm_is_set_after_it(name: str) -> None:
+    """The rows are the parameter's, also of a tall one, whose transpose is orthogonalised."""
+    coefficients = coefficients_of("polar_express", 5)
+    shape = model_of().get_parameter(name).shape
+    grad = (gradient(name, 0, shape) * torch.logspace(-3, 0, shape[0])[:, None]).double()
+    rows = grad.norm(dim=1, keepdim=True)
+    equal = grad / rows * rows.square().mean().sqrt()
+    wanted = {}
+    for key, matrix in (("none", grad), ("equalize_rows", equal), ("exact_norm", grad)):
+        update = _orthogonalized(matrix.T if shape[0] > shape[1] else matrix, coefficients)
+        wanted[key] = update.T if shape[0] > shape[1] else update
+    wanted["exact_norm"] = wanted["none"] * math.sqrt(min(shape)) / wanted["none"].norm()
+    for key, update in wanted.items():
+        net = model_of()
+        config = Muon(lr=1.0, weight_decay=0.0, momentum=0.0, adjust_lr_fn="original")
+        config = dataclasses.replace(config, **({} if key == "none" else {key: True}))
+        optimizer, before = config.build(net, ALONE), net.get_parameter(name).detach().clone()
+        for n, p in net.named_parameters():
+            p.grad = grad.float() if n == name else torch.zeros_like(p)
+        optimizer.step()
+        moved = (before - net.get_parameter(name).detach()) / lr_scale("original", *shape)
+        assert (moved - update).norm() < 1e-3 * update.norm()
+        if key != "none":
+            assert (moved - wanted["none"]).norm() > 0.01 * update.norm(), "control"
+
+
 def test_rates_follow_rule_and_group() -> None:
     net = model_of()
     config = Muon(

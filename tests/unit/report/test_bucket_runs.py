@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 import pytest
 
 from tests.support.buckets import Server
+from tests.support.clocked_runs import ClockedRun
 from tests.support.curves import write_run
 from titanlite import cli, object_store
 from titanlite.checkpoint import commit
@@ -15,6 +16,7 @@ from titanlite.checkpoint.digest import write_file
 from titanlite.config.component import ConfigError
 from titanlite.report.page import report
 from titanlite.report.recorded_run import names_of, read_run
+from titanlite.report.timeline import timeline
 from titanlite.storage import storage_of
 
 ABOUT = {"saved_at": "2026-11-28T07:00:00", "ranks": 1}
@@ -56,6 +58,22 @@ def test_the_report_of_a_run_in_a_bucket_is_that_of_a_disk(runs: list[PurePath],
     assert report([read_run(runs[1], "run")]) != report([local]), "what is deleted is not shown any more"
     with pytest.raises(ConfigError, match="there is no such run folder"):
         read_run(runs[1] / "other", "run")
+
+
+def test_the_goodput_of_a_run_in_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ClockedRun(tmp_path / "run", monkeypatch)
+    run.start(0, 20.0)
+    run.steps(10)
+    run.wait(30.0)
+    run.start(5, 20.0)
+    run.steps(10)
+    bucket = Server("s3", "").new_folder()
+    for file in run.folder.iterdir():
+        storage_of(bucket).put(bucket / file.name, file.read_bytes())
+    spent, local = (timeline(read_run(folder, "run")) for folder in (bucket, run.folder))
+    object_store.forget_clients()
+    assert spent.seconds == local.seconds
+    assert spent.total_s == pytest.approx(run.now)
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["disk", "bucket"])

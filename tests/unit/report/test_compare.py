@@ -39,7 +39,9 @@ def test_verdicts_losses_times_and_keys(folders: list[Path], capsys: pytest.Capt
     lines = out.splitlines()
     assert "b against a" in lines
     assert any(line.startswith("  lower: b ends with a loss that is lower by 0.") for line in lines)
-    assert ["training", "6.7", "min", "10.0", "min"] in [line.split() for line in lines]
+    assert ["training", "6.7", "min", "(100.0%)", "10.0", "min", "(100.0%)"] in [
+        line.split() for line in lines
+    ]
     assert [line.split() for line in lines if line.startswith("optimizer.lr")] == [["optimizer.lr", "1", "3"]]
     assert not any("weight" in line for line in lines)
     assert any("the median of the logged losses around it" in line for line in lines)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
 from pathlib import PurePath
 
-from titanlite.metrics.records import append, end_last_line
+from titanlite.metrics.records import append, end_last_line, utc_now
 from titanlite.metrics.sinks.base import Event, Values, Writer
 from titanlite.metrics.sinks.jsonl import json_line
 
@@ -24,5 +23,4 @@ class EventLog(Writer):
         self._append(step, event, about)
 
     def _append(self, step: int, event: str, about: Values) -> None:
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        append(self._path, json_line({"step": step, "event": event, "time": now, **about}))
+        append(self._path, json_line({"step": step, "event": event, "time": utc_now(), **about}))
