@@ -140,6 +140,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
             run.rewind()
             continue
 
+        run.check_for_faults(micro_batches, num_targets)
         evaluation = run.validate() if job.validation.is_due(state.step, last_step) else {}
         if job.generation.is_due(state.step, last_step):
             run.sample()

@@ -242,24 +242,21 @@ class Checkpointer:
             )
         return None
 
-    def go_back(self, bad_step: int | None, change: str) -> str:
-        """After training has diverged, choose the healthy checkpoint from which the next start resumes, and
-        archive all later checkpoints. Returns advice to the user, which names that checkpoint and
-        the options `change`. Waits for a save in flight, which may write it. Collective.
-
-        It is the newest one, or, if `bad_step` is not None, the newest of a step before `bad_step` - 1: loss
-        and gradient norm of step `bad_step` are computed with the weights of the step before, which may have
-        diverged although they are finite."""
+    def go_back(self, last_step: int | None, remedy: str) -> str:
+        """After training has gone wrong, choose the healthy checkpoint from which the next start resumes, the
+        newest of step `last_step` or earlier (None: of any step), and archive all later checkpoints. Returns
+        advice to the user, which names that checkpoint and ends with `remedy`. Waits for a save in flight,
+        which may write it. Collective."""
         self.saver.wait()
-        return self.ranks.from_rank_zero(lambda: self._go_back(bad_step, change))
+        return self.ranks.from_rank_zero(lambda: self._go_back(last_step, remedy))
 
-    def _go_back(self, bad_step: int | None, change: str) -> str:
+    def _go_back(self, last_step: int | None, remedy: str) -> str:
         try:
-            steps = [s for s in self._healthy_steps() if bad_step is None or s < bad_step - 1]
+            steps = [s for s in self._healthy_steps() if last_step is None or s <= last_step]
             healthy = max(steps, default=None)
             self._record_start(healthy)
             self._archive(after=healthy or 0)
-        except (OSError, ConfigError) as e:  # must not hide that training has diverged
+        except (OSError, ConfigError) as e:  # must not hide that training has gone wrong
             return (
                 f"the later checkpoints could not be archived: {e}; move them out of {self.folder}, or the "
                 "next start may continue from them"
@@ -268,7 +265,7 @@ class Checkpointer:
             way = "no healthy checkpoint was saved before, and the next start begins at step 1"
         else:
             way = f"the next start goes back to step {healthy}, the newest healthy checkpoint saved before"
-        return f"{way}; change something, for example: {change}"
+        return f"{way}; {remedy}"
 
     def has(self, step: int) -> bool:
         """Whether the checkpoint of `step` is committed. Waits for a save in flight first."""

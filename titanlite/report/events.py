@@ -12,6 +12,7 @@ RESTARTS = ("started", "resumed", "rewound")  # events after which later steps a
 VERBS = {
     "resumed": "resumed after step", "rewound": "rewound to step", "skipped": "skipped step",
     "accepted": "accepted an outlier, step", "spike": "spike detected at step", "ended": "ended after step",
+    "fault": "silent fault found in step",
 }  # fmt: skip
 # Fields of an event in words: name, unit of a number. A field without an entry is shown under its own name.
 WORDS = {
