@@ -34,7 +34,7 @@ from titanlite.metrics.metric import MeasuredRun, OpenMetric, StepResult, values
 from titanlite.metrics.parameters import ParameterMetrics, ParameterStatistics
 from titanlite.metrics.probe import ProbeMetrics
 from titanlite.metrics.profiling import Profiler
-from titanlite.metrics.silent_faults import REMEDY, Fault, find_wrong_ranks
+from titanlite.metrics.silent_faults import REMEDY, Fault, check_same_devices, find_wrong_ranks
 from titanlite.metrics.sinks.base import ALL_DONE, STOPPED
 from titanlite.metrics.sinks.console import task_accuracies
 from titanlite.metrics.slow_ranks import SlowRanks
@@ -71,6 +71,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self.job = self.parts.job
+        if self.job.guard.fault_check_freq:
+            check_same_devices(self.rt)
         self.metrics = self.open_metrics()
 
     @property

@@ -22,6 +22,7 @@ from titanlite.checkpoint import commit
 from titanlite.config.component import ConfigError
 from titanlite.errors import SilentFault
 from titanlite.mesh import local_shard
+from titanlite.metrics import silent_faults
 from titanlite.parallel.sharded_model import ShardedModel
 
 EVERY_2 = "--guard.fault_check_freq=2"
@@ -200,6 +201,23 @@ def test_the_same_command_continues_from_before_the_fault(tmp_path: Path, corpus
     assert train_broken(tmp_path / "a", corpus, KEYS, 1, "output", []) == ""
     jobs = [make_job(tmp_path / name, corpus, *KEYS) for name in "ab"]
     assert_same(*jobs)
+
+
+def train_on_two_kinds(folder: Path, corpus: Path) -> str:
+    """The error that ends a run whose ranks have different devices."""
+    with patch.object(silent_faults, "device_name", lambda device: f"kind {dist.get_rank()}"):
+        try:
+            train_on_rank(folder, corpus, [EVERY_2], "run", 2)
+        except ConfigError as e:
+            return str(e)
+    return ""
+
+
+def test_devices_of_different_kinds_are_refused(
+    tmp_path: Path, corpus: Path, run_on: Callable[..., Any]
+) -> None:
+    for error in run_on(2, train_on_two_kinds, tmp_path, corpus):
+        assert "devices of different kinds: kind 0, kind 1" in error
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch
 from titanlite.parallel.fingerprint import broadcast_batch, comparable_ranks, gather_digests
 from titanlite.parallel.sharded_model import ShardedModel
@@ -71,9 +72,9 @@ class WrongRank(NamedTuple):
     is_certain: bool
 
     def __str__(self) -> str:
-        num = len(self.differing)
-        names = ", ".join(self.differing[:2]) + (f" and {num - 2} more" if num > 2 else "")
-        return f"rank {self.rank} on {self.device}: {num} of {self.num_results} results differ, {names}"
+        num, names = len(self.differing), ", ".join(self.differing[:2])
+        names += f" and {num - 2} more" if num > 2 else ""
+        return f"rank {self.rank} on {self.device}: {num} of {self.num_results} results differ ({names})"
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,17 @@ class Fault:
             "is_certain": self.is_certain,
             "checked_before": self.since,
         }
+
+
+def check_same_devices(rt: Runtime) -> None:
+    """Raises ConfigError if ranks have devices of different kinds, whose results have other last bits.
+    Collective."""
+    kinds = sorted(set(rt.ranks.all_gather(device_name(rt.device))))
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"compares the bits of ranks, which differ on devices of different kinds: {', '.join(kinds)}",
+            "guard.fault_check_freq",
+        )
 
 
 def find_wrong_ranks(

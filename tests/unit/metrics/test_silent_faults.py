@@ -55,7 +55,7 @@ def test_one_line_for_a_tired_person() -> None:
     ranks = [WrongRank(i, device, names, 14, True) for i in range(6)]
     assert str(Fault(400, 300, ranks[:1])) == (
         "silent fault: wrong results of rank 0 on node7, GPU 3 (NVIDIA H200, GPU-5d2b): 3 of 14 results "
-        "differ, loss, gradient of model.layers.0 and 1 more; found after step 400, when all ranks computed "
+        "differ (loss, gradient of model.layers.0 and 1 more); found after step 400, when all ranks computed "
         "the same micro-batch; the weights since step 300, the check before, may be wrong and are not saved"
     )
     several = str(Fault(400, 300, [rank._replace(is_certain=False) for rank in ranks]))
