@@ -1,10 +1,10 @@
-"""The cost of searches for silent faults (guard.fault_check_freq): the times of a search and of a step.
+"""The cost of checks for silent faults (guard.fault_check_freq): the times of a check and of a step.
 
     python benchmarks/silent_faults.py train_configs/debug.toml --output benchmarks/results/NAME.json
         [--ngpu 1,2] [--steps 60] [--freq 10] [--section.key=value ...]
 
 Each number of ranks is one run. The step time is the median of the reports after the first, and leaves the
-searches out; the output has the raw numbers and the environment.
+checks out; the output has the raw numbers and the environment.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, ngpu: int, overrides: list[str]) -> dict[str, Any]:
-    """The median times of a search and of a step on `ngpu` ranks, in seconds, and the share of time that
-    searches every 100 steps would take."""
+    """The median times of a check and of a step on `ngpu` ranks, in seconds, and the share of time that
+    checks every 100 steps would take."""
     with tempfile.TemporaryDirectory() as folder:
         keys = [f"--job.dump_folder={folder}", f"--training.steps={options.steps}", "--metrics.log_freq=1"]
         keys += ["--training.deterministic", f"--guard.fault_check_freq={options.freq}", "--metrics.sinks=[]"]
@@ -52,13 +52,13 @@ def measure(options: argparse.Namespace, ngpu: int, overrides: list[str]) -> dic
         command = [ROOT / "run_train.sh", options.config, *keys, "--generation.prompts=[]", *overrides]
         subprocess.run(command, check=True, env=os.environ | {"NGPU": str(ngpu), "PYTHON": sys.executable})
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    searches = [line["time/fault_check_s"] for line in lines if "time/fault_check_s" in line]
+    checks = [line["time/fault_check_s"] for line in lines if "time/fault_check_s" in line]
     steps = [line["time/step_s"] for line in lines[1:]]
-    search_s, step_s = median(searches), median(steps)
-    share = search_s / (100 * step_s + search_s)
-    run = {"ngpu": ngpu, "search_s": search_s, "step_s": step_s, "share_every_100_steps": share}
+    check_s, step_s = median(checks), median(steps)
+    share = check_s / (100 * step_s + check_s)
+    run = {"ngpu": ngpu, "check_s": check_s, "step_s": step_s, "share_every_100_steps": share}
     print(json.dumps(run), flush=True)
-    return {**run, "searches": searches, "steps": steps}
+    return {**run, "checks": checks, "steps": steps}
 
 
 if __name__ == "__main__":

@@ -197,7 +197,7 @@ class Run:
         return Diverged(f"{error}; {advice}")
 
     def check_for_faults(self, micro_batches: Sequence[Batch], num_targets: torch.Tensor) -> None:
-        """If a search for silent faults is due, let all ranks compute one micro-batch again, with the weights
+        """If a check for silent faults is due, let all ranks compute one micro-batch again, with the weights
         after the step; the state of the run does not change. If results differ in any bit, choose a
         checkpoint that is not newer than the check before for the next start, and raise SilentFault.
         Collective."""

@@ -1,5 +1,5 @@
-"""Searches for silent faults on CUDA: a GPU with one wrong bit is named with its UUID. Without a fault, the
-bits of all GPUs are equal, and searches change nothing."""
+"""Checks for silent faults on CUDA: a GPU with one wrong bit is named with its UUID. Without a fault, the
+bits of all GPUs are equal, and checks change nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_gpu_with_a_wrong_bit_is_named(tmp_path: Path, corpus: Path, ngpu: int
 
 @pytest.mark.parametrize("ngpu", [1, pytest.param(2, marks=TWO), pytest.param(4, marks=FOUR)])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_gpus_have_equal_bits_and_a_search_changes_nothing(
+def test_gpus_have_equal_bits_and_a_check_changes_nothing(
     tmp_path: Path, corpus: Path, ngpu: int, compiled: bool
 ) -> None:
     keys = [f"--training.global_batch_size={4 * ngpu}", *(["--compile.enable"] if compiled else [])]

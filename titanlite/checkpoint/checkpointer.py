@@ -65,7 +65,8 @@ class Checkpointer:
 
     `lock`: of the run folder; used on rank 0. `rewind_distance`: one healthy checkpoint that is at least so
     many steps older than the newest checkpoint is kept, because the run may go back to it after a spike; None
-    for a run that never does."""
+    for a run that never does. `fault_check_freq`: the newest healthy checkpoint that is not newer than the
+    last multiple of it is kept, too, for a silent fault; 0: none."""
 
     def __init__(
         self,
@@ -75,9 +76,11 @@ class Checkpointer:
         ranks: Ranks,
         lock: FolderLock,
         rewind_distance: int | None = None,
+        fault_check_freq: int = 0,
     ):
         self.config, self.folder = config, lock.folder / config.folder
         self.record, self._rewind_distance = record, rewind_distance
+        self._fault_check_freq = fault_check_freq
         self._run_folder, self._start, self.ranks, self._lock = lock.folder, start, ranks, lock
         self.candidate = start.candidate if isinstance(start, Resume) else None
         """The checkpoint that the run resumed from; None for a new run. A rewind sets it."""
@@ -326,9 +329,11 @@ class Checkpointer:
             keep = set(healthy[-2:])  # the next step may show that the weights of the newest have diverged
             if self.candidate is not None:
                 keep.add(self.candidate.step)
+            newest_step = commit.list_committed(self.folder)[-1][0]
             if self._rewind_distance is not None:
-                newest_step = commit.list_committed(self.folder)[-1][0]
                 keep |= steps_for_rewind(healthy, newest_step - self._rewind_distance)
+            if freq := self._fault_check_freq:
+                keep.update([step for step in healthy if step <= newest_step // freq * freq][-1:])
             commit.retain(self.folder, self.config.keep_latest_k, self.config.keep_every_n_steps, keep)
         except OSError as e:  # not an error of the save: the new checkpoint exists
             logger.error(f"old checkpoints could not be deleted: {e}")

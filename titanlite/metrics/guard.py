@@ -57,7 +57,7 @@ class Guard:
     max_rewinds: int = 3
     """Rewinds of a run; the next spike ends it with exit code 4."""
     fault_check_freq: Interval = 0
-    """Steps between searches for GPUs that compute wrong numbers without an error: all ranks compute the same
+    """Steps between checks for GPUs that compute wrong numbers without an error: all ranks compute the same
     micro-batch, and a difference of one bit ends the run with exit code 6. Needs training.deterministic. 0:
     none; otherwise also at the run's last step."""
 
@@ -86,23 +86,22 @@ class Guard:
     @property
     def rewind_distance(self) -> int | None:
         """How many steps older than the newest step a checkpoint has to be for the run to go back to it after
-        a spike that was just detected, or a silent fault; None if the run goes back after neither."""
-        distance = self.fault_check_freq
-        if self.on_spike != "log":
-            distance = max(distance, MAX_DELAY + (self.rewind_margin if self.on_spike == "rewind" else 2))
-        return distance or None
+        a spike that was just detected; None if a spike is only logged."""
+        if self.on_spike == "log":
+            return None
+        return MAX_DELAY + (self.rewind_margin if self.on_spike == "rewind" else 2)
 
     def fault_check_is_due(self, step: int, last_step: int) -> bool:
-        """Whether silent faults are searched for after `step`."""
+        """Whether a check for silent faults is due after `step`."""
         freq = self.fault_check_freq
         return freq > 0 and (step == last_step or step % freq == 0)
 
     def fault_check_before(self, step: int) -> int:
-        """The last step before `step` after which silent faults were searched for; 0 if there is none."""
+        """The last step before `step` after which a check for silent faults was due; 0 if there is none."""
         return (step - 1) // self.fault_check_freq * self.fault_check_freq
 
     def check(self, saves_checkpoints: bool, is_deterministic: bool) -> None:
-        """Raises ConfigError for a rewind without checkpoints, and for searches for silent faults without
+        """Raises ConfigError for a rewind without checkpoints, and for checks for silent faults without
         deterministic kernels."""
         if self.fault_check_freq and not is_deterministic:
             raise ConfigError(

@@ -87,29 +87,26 @@ class Fault:
     ranks: list[WrongRank]
 
     @property
-    def is_certain(self) -> bool:
-        """Whether each of `ranks` is faulty, or its kernels are not deterministic."""
-        return all(rank.is_certain for rank in self.ranks)
-
-    def __str__(self) -> str:
+    def reason(self) -> str:
+        """Whose results are wrong, and on which GPUs."""
+        is_certain = all(rank.is_certain for rank in self.ranks)
+        kind = "wrong results" if is_certain else "different results, of which some are wrong,"
         ranks = "; ".join(str(rank) for rank in self.ranks[:MAX_NAMED])
         if len(self.ranks) > MAX_NAMED:
             ranks += f"; and {len(self.ranks) - MAX_NAMED} more ranks"
-        kind = "wrong results" if self.is_certain else "different results, of which some are wrong,"
+        return f"{kind} of {ranks}"
+
+    def __str__(self) -> str:
         return (
-            f"silent fault: {kind} of {ranks}; found after step {self.step}, when all ranks computed the "
-            f"same micro-batch; the weights since step {self.since}, the check before, may be wrong and are "
-            "not saved"
+            f"silent fault: {self.reason}; found after step {self.step}, when all ranks computed the same "
+            f"micro-batch; the weights since step {self.since}, the check before, may be wrong and are not "
+            "saved"
         )
 
     def about(self) -> dict[str, Any]:
         """The values of the event."""
-        return {
-            "ranks": ", ".join(str(rank.rank) for rank in self.ranks),
-            "reason": "; ".join(str(rank) for rank in self.ranks[:MAX_NAMED]),
-            "is_certain": self.is_certain,
-            "checked_before": self.since,
-        }
+        ranks = ", ".join(str(rank.rank) for rank in self.ranks)
+        return {"reason": self.reason, "ranks": ranks, "checked_before": self.since}
 
 
 def check_same_devices(rt: Runtime) -> None:

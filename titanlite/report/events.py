@@ -27,6 +27,8 @@ WORDS = {
     "height": ("median loss since is higher by", "nats"),
     "from_step": ("from step", ""),
     "rewinds": ("rewind number", ""),
+    "ranks": ("ranks", ""),
+    "checked_before": ("the check before was after step", ""),
 }
 MAX_CHARACTERS = 300  # of one text
 

@@ -70,19 +70,9 @@ def test_a_device_is_described_on_its_host() -> None:
     assert ", cpu (" in describe_device(torch.device("cpu"))
 
 
-def test_searches_are_due_at_their_interval_and_at_the_last_step() -> None:
+def test_checks_are_due_at_their_interval_and_at_the_last_step() -> None:
     guard = Guard(fault_check_freq=4)
     due = [step for step in range(1, 11) if guard.fault_check_is_due(step, 10)]
     assert due == [4, 8, 10]
     assert [guard.fault_check_before(step) for step in due] == [0, 4, 8]
     assert not Guard().fault_check_is_due(10, 10)
-
-
-def test_a_checkpoint_of_the_search_before_is_kept() -> None:
-    """At each step from one search to the next, the checkpoint of the search before is old enough."""
-    assert Guard(fault_check_freq=4).rewind_distance == 4
-    assert Guard().rewind_distance is None
-    spikes = Guard(on_spike="rewind").rewind_distance
-    assert spikes is not None
-    assert Guard(on_spike="rewind", fault_check_freq=1000).rewind_distance == 1000 > spikes
-    assert Guard(on_spike="rewind", fault_check_freq=2).rewind_distance == spikes
