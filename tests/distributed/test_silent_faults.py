@@ -155,6 +155,7 @@ def test_the_rank_with_a_wrong_bit_is_named(
     [
         (2, []),
         full(1, []),
+        full(1, ["--training.same_bits_on_any_ranks", BF16]),
         full(2, [BF16, *MOE, "--moe.load_balance=global", "--training.local_batch_size=2"]),
         full(3, ["--training.same_bits_on_any_ranks", "--training.local_batch_size=2"]),
         full(3, [f"{REPLICAS}3", BF16]),
