@@ -12,8 +12,8 @@
 # announces the end of this node.
 # SIGTERM, SIGINT, SIGHUP, SIGUSR1: save, then exit with 75 (the same command continues). SIGUSR2: save and continue.
 # Exit codes: 0 done, 1 crash, 2 wrong input, 3 no usable checkpoint, 4 training diverged, 5 out of memory,
-# 75 stopped, nothing lost. Codes 2, 3, 4 and 75 are never restarted; 5 is, because another process may have taken the
-# memory, but without a change of the job it usually repeats.
+# 6 a GPU computes wrong numbers, 75 stopped, nothing lost. Codes 2, 3, 4, 6 and 75 are never restarted; 5 is, because
+# another process may have taken the memory, but without a change of the job it usually repeats.
 set -eu
 
 if [ -z "${CONFIG_FILE:-}" ]; then

@@ -1,8 +1,8 @@
 """The `titanlite` command: runs the verb, and turns its errors into one line and an exit code.
 
 Exit codes: 0 done, 1 crash, 2 configuration or input error, 3 no usable checkpoint, or a checkpoint that
-could not be written, 4 the training diverged, 5 out of memory, 75 stopped by a signal with nothing lost, 130
-interrupted, 128 + n ended by signal n."""
+could not be written, 4 the training diverged, 5 out of memory, 6 a GPU computes wrong numbers, 75 stopped by
+a signal with nothing lost, 130 interrupted, 128 + n ended by signal n."""
 
 from __future__ import annotations
 

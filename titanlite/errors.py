@@ -22,6 +22,13 @@ class Diverged(RuntimeError):
     exit_code = 4
 
 
+class SilentFault(RuntimeError):
+    """A GPU computes wrong numbers without an error. The next start resumes from a checkpoint that was saved
+    before, but a broken GPU computes wrong numbers again."""
+
+    exit_code = 6
+
+
 class LoaderError(RuntimeError):
     """A loader worker has died or delivers no batches. Starting the run again resumes from its last
     checkpoint."""

@@ -53,7 +53,7 @@ from titanlite.parallel.pipeline_parallel import check_pipeline_parallel
 from titanlite.parallel.reshard import StepMemory
 from titanlite.parallel.same_bits import check_same_bits
 from titanlite.parallel.settings import ParallelSettings
-from titanlite.parallelism import Parallelism
+from titanlite.parallelism import Parallelism, check_data_parallel_only
 from titanlite.runtime import environment
 from titanlite.runtime.process_group import Comm
 from titanlite.runtime.training import BatchLayout, Training
@@ -188,7 +188,17 @@ class Job:
         self.lora.check(self.checkpoint.initial_load_path, self.float8.enable)
         if training.enable_cpu_offload:
             self.optimizer.check_cpu_offload()
-        self.guard.check(self.checkpoint.enable)
+        self.guard.check(self.checkpoint.enable, training.is_deterministic)
+        if self.guard.fault_check_freq:
+            check_data_parallel_only(
+                "guard.fault_check_freq",
+                degrees,
+                parallelism.expert_parallel_degree,
+                {
+                    "training.enable_cpu_offload = true": training.enable_cpu_offload,
+                    "compile.cuda_graphs = true": self.compile.cuda_graphs,
+                },
+            )
         self.metrics.check(degrees)
         if self.data.stream is not None:
             weighted = [i for i, stage in enumerate(self.stages) if stage.weights is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -50,6 +51,24 @@ EXPERT_KEY = "expert_parallel_degree"  # of ranks that are in the product of KEY
 REPLICAS = "dp_replicate"
 EXPERT_FSDP = "expert_fsdp"
 EXPERT = "expert"
+
+
+def check_data_parallel_only(
+    key: str, degrees: Degrees, expert_degree: int, unsupported: Mapping[str, bool]
+) -> None:
+    """Raises ConfigError for a layout, or a setting in use, with which the setting `key` does not work: each
+    data-parallel rank has to compute the whole model. `unsupported`: settings by key, and whether they are
+    on."""
+    for name, degree_key, degree in zip(degrees._fields, KEYS, degrees):
+        if name in ("pp", "cp", "tp") and degree > 1:
+            raise ConfigError(
+                f"not with parallelism.{degree_key} = {degree}; only data-parallel ranks (FSDP, HSDP) can",
+                key,
+            )
+    if expert_degree > 1:
+        raise ConfigError(f"not with parallelism.expert_parallel_degree = {expert_degree}", key)
+    if refused := [setting for setting, is_on in unsupported.items() if is_on]:
+        raise ConfigError(f"not with {refused[0]}", key)
 
 
 @dataclass(frozen=True, kw_only=True)

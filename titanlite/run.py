@@ -4,7 +4,7 @@ checkpoints, and the end of the run."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -12,14 +12,16 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import torch
 
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.state import TrainState
 from titanlite.config.component import ConfigError
+from titanlite.data.batch import Batch
 from titanlite.data.loader import Loader
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.step_sizes import StepSize
-from titanlite.errors import Diverged, LoaderError
+from titanlite.errors import Diverged, LoaderError, SilentFault
 from titanlite.evaluate import score_tasks, validate
 from titanlite.generate import generate
 from titanlite.job import Job
@@ -33,6 +35,7 @@ from titanlite.metrics.metric import MeasuredRun, OpenMetric, StepResult, values
 from titanlite.metrics.parameters import ParameterMetrics, ParameterStatistics
 from titanlite.metrics.probe import ProbeMetrics
 from titanlite.metrics.profiling import Profiler
+from titanlite.metrics.silent_faults import REMEDY, Fault, check_same_devices, find_wrong_ranks
 from titanlite.metrics.sinks.base import ALL_DONE, STOPPED
 from titanlite.metrics.sinks.console import task_accuracies
 from titanlite.metrics.slow_ranks import SlowRanks
@@ -70,6 +73,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self.job = self.parts.job
+        if self.job.guard.fault_check_freq:
+            check_same_devices(self.rt)
         self.metrics = self.open_metrics()
 
     @property
@@ -192,9 +197,32 @@ class Run:
         skipped = (self.state.skipped | SkippedSequences.merge(spike)).as_lists()
         options = [f"--data.skip_sequences='{skipped}'"] if skipped else []
         options += [] if spike else ["--optimizer.lr=<a lower one>"]
-        advice = self.checkpoints.go_back(self.guard.first_bad_step(), " ".join(options))
+        remedy = f"change something, for example: {' '.join(options)}"
+        # Loss and gradient norm of the first bad step are computed with the weights of the step before, which
+        # may have diverged although they are finite.
+        bad_step = self.guard.first_bad_step()
+        advice = self.checkpoints.go_back(None if bad_step is None else bad_step - 2, remedy)
         self.report_saves()
         return Diverged(f"{error}; {advice}")
+
+    def check_for_faults(self, micro_batches: Sequence[Batch], num_targets: torch.Tensor) -> None:
+        """If a check for silent faults is due, let all ranks compute one micro-batch again, with the weights
+        after the step; the state of the run does not change. If results differ in any bit, choose a
+        checkpoint that is not newer than the check before for the next start, and raise SilentFault.
+        Collective."""
+        guard, step = self.job.guard, self.state.step
+        if not guard.fault_check_is_due(step, self.job.training.steps):
+            return
+        number, since = step // guard.fault_check_freq, guard.fault_check_before(step)
+        with self.meter.untimed("time/fault_check_s"):
+            wrong = find_wrong_ranks(self.model, self.rt, micro_batches[0], num_targets, number)
+        if not wrong:
+            return
+        fault = Fault(step, since, wrong)
+        self.meter.sinks.event(step, "fault", fault.about())
+        advice = self.checkpoints.go_back(since, REMEDY)
+        self.report_saves()
+        raise SilentFault(f"{fault}; {advice}")
 
     def rewind(self) -> None:
         """After a spike, go back to the newest healthy checkpoint that is at least guard.rewind_margin steps

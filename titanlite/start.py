@@ -288,9 +288,10 @@ def _spelled(skipped: SkippedSequences) -> str:
 
 def open_checkpoints(parts: Parts, rt: Runtime, start: Start, lock: FolderLock, kernel: str) -> Checkpointer:
     """The checkpoints of the run, whose folder is made and locked. `kernel`: of the attention. Collective."""
-    config, distance = parts.job.checkpoint, parts.job.guard.rewind_distance
+    config, guard = parts.job.checkpoint, parts.job.guard
     record = RunRecord(parts.identity, parts.job_toml, bits_conditions(parts.job, rt, kernel))
-    return Checkpointer(config, record, start, rt.ranks, lock, distance)
+    distance, freq = guard.rewind_distance, guard.fault_check_freq
+    return Checkpointer(config, record, start, rt.ranks, lock, distance, freq)
 
 
 def bits_conditions(job: Job, rt: Runtime, kernel: str) -> dict[str, Any] | None:

@@ -230,6 +230,40 @@ def _post_backward(group: Any, reduce: Callable[..., Any], accumulate: Callable[
     return reduce(*args) if group.reduce_grads else accumulate(*args)
 
 
+@contextmanager
+def take_local_gradients(module: torch.nn.Module, take: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """In the body, give each gradient of an FSDP module's gathered parameters to `take` at the end of the
+    module's backward, and do not keep it. The gradients are this rank's own: backwards in the body must not
+    reduce (`set_requires_gradient_sync(False)`)."""
+    groups = _fsdp_groups(module)
+    replaced = [vars(group).get("post_backward") for group in groups]  # by time_fsdp_waits
+    for group in groups:
+        group.post_backward = partial(_take_after_backward, group, group.post_backward, take)
+    try:
+        yield
+    finally:
+        for group, method in zip(groups, replaced):
+            if method is None:
+                del group.post_backward
+            else:
+                group.post_backward = method
+
+
+def _take_after_backward(
+    group: Any, post_backward: Callable[..., None], take: Callable[[torch.Tensor], None], *args: Any
+) -> None:
+    assert not group.reduce_grads, "gradients would be reduced before they are taken"
+    post_backward(*args)
+    for parameter in group.fsdp_params:
+        gathered: Any = getattr(parameter, "_unsharded_param", None)  # None: no forward has used it
+        gradient = parameter.unsharded_accumulated_grad  # in the reduce dtype, if that is another one
+        if gradient is None and gathered is not None:
+            gradient = gathered.grad
+        if gradient is not None:
+            take(gradient)
+            parameter.unsharded_accumulated_grad = gathered.grad = None
+
+
 def forget_fsdp_forwards(module: torch.nn.Module) -> None:
     """Let an FSDP module forget the forwards without a backward.
 

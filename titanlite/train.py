@@ -55,7 +55,7 @@ def train(job: Job) -> int:
     """Train until step `training.steps`; resume if the run folder holds a checkpoint. Returns the exit code:
     0; 75 if the run was asked to stop, with nothing lost; 130 if it was asked to stop and saves no
     checkpoints. Raises Diverged if training has diverged: after too many non-finite steps in a row, or after
-    a spike that is to end the run."""
+    a spike that is to end the run; and SilentFault if a GPU computes wrong numbers."""
     with (
         stop_requests() as requests,
         runtime(job.training, job.parallelism, job.comm, job.folder / job.checkpoint.folder) as rt,
@@ -140,6 +140,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
             run.rewind()
             continue
 
+        run.check_for_faults(micro_batches, num_targets)
         evaluation = run.validate() if job.validation.is_due(state.step, last_step) else {}
         if job.generation.is_due(state.step, last_step):
             run.sample()

@@ -440,6 +440,36 @@ def test_the_methods_in_which_fsdp_waits(run_on: Any, accumulate: bool) -> None:
         assert calls["post_backward"] == (0 if accumulate else 1)
 
 
+def local_gradients(reduce_dtype: torch.dtype, timed: bool) -> Any:
+    """The gradients that are taken on one rank, whose loss has its rank's number as a factor; what is left of
+    them; and the reduced gradient of a later backward."""
+    net, taken = torch.nn.Linear(4, 1, bias=False), list[torch.Tensor]()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    fully_shard(net, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    if timed:
+        torch_compat.time_fsdp_waits(net, lambda method: method, on_cuda=False)
+    x = torch.full((1, 4), float(dist.get_rank() + 1), dtype=torch.bfloat16)
+    net.set_requires_gradient_sync(False)
+    with torch_compat.take_local_gradients(net, taken.append):
+        net(x).sum().backward()
+    net.set_requires_gradient_sync(True)
+    left = net.weight.grad
+    net(x).sum().backward()
+    return (
+        [(t.tolist(), str(t.dtype)) for t in taken],
+        left,
+        net.weight.grad.full_tensor().tolist(),
+        len(taken),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("timed", [False, True])
+def test_gradients_are_taken_before_they_are_reduced(run_on: Any, dtype: torch.dtype, timed: bool) -> None:
+    wanted = [([([[float(rank)] * 4], str(dtype))], None, [[1.5] * 4], 1) for rank in (1, 2)]
+    assert run_on(2, local_gradients, dtype, timed) == wanted
+
+
 def reduce_and_gather() -> list[Any]:
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     largest = torch_compat.all_reduce(torch.tensor([rank, -rank]), "max", mesh).tolist()

@@ -65,7 +65,8 @@ class Checkpointer:
 
     `lock`: of the run folder; used on rank 0. `rewind_distance`: one healthy checkpoint that is at least so
     many steps older than the newest checkpoint is kept, because the run may go back to it after a spike; None
-    for a run that never does."""
+    for a run that never does. `fault_check_freq`: the newest healthy checkpoint that is not newer than the
+    last multiple of it is kept, too, for a silent fault; 0: none."""
 
     def __init__(
         self,
@@ -75,9 +76,11 @@ class Checkpointer:
         ranks: Ranks,
         lock: FolderLock,
         rewind_distance: int | None = None,
+        fault_check_freq: int = 0,
     ):
         self.config, self.folder = config, lock.folder / config.folder
         self.record, self._rewind_distance = record, rewind_distance
+        self._fault_check_freq = fault_check_freq
         self._run_folder, self._start, self.ranks, self._lock = lock.folder, start, ranks, lock
         self.candidate = start.candidate if isinstance(start, Resume) else None
         """The checkpoint that the run resumed from; None for a new run. A rewind sets it."""
@@ -242,24 +245,21 @@ class Checkpointer:
             )
         return None
 
-    def go_back(self, bad_step: int | None, change: str) -> str:
-        """After training has diverged, choose the healthy checkpoint from which the next start resumes, and
-        archive all later checkpoints. Returns advice to the user, which names that checkpoint and
-        the options `change`. Waits for a save in flight, which may write it. Collective.
-
-        It is the newest one, or, if `bad_step` is not None, the newest of a step before `bad_step` - 1: loss
-        and gradient norm of step `bad_step` are computed with the weights of the step before, which may have
-        diverged although they are finite."""
+    def go_back(self, last_step: int | None, remedy: str) -> str:
+        """After training has gone wrong, choose the healthy checkpoint from which the next start resumes, the
+        newest of step `last_step` or earlier (None: of any step), and archive all later checkpoints. Returns
+        advice to the user, which names that checkpoint and ends with `remedy`. Waits for a save in flight,
+        which may write it. Collective."""
         self.saver.wait()
-        return self.ranks.from_rank_zero(lambda: self._go_back(bad_step, change))
+        return self.ranks.from_rank_zero(lambda: self._go_back(last_step, remedy))
 
-    def _go_back(self, bad_step: int | None, change: str) -> str:
+    def _go_back(self, last_step: int | None, remedy: str) -> str:
         try:
-            steps = [s for s in self._healthy_steps() if bad_step is None or s < bad_step - 1]
+            steps = [s for s in self._healthy_steps() if last_step is None or s <= last_step]
             healthy = max(steps, default=None)
             self._record_start(healthy)
             self._archive(after=healthy or 0)
-        except (OSError, ConfigError) as e:  # must not hide that training has diverged
+        except (OSError, ConfigError) as e:  # must not hide that training has gone wrong
             return (
                 f"the later checkpoints could not be archived: {e}; move them out of {self.folder}, or the "
                 "next start may continue from them"
@@ -268,7 +268,7 @@ class Checkpointer:
             way = "no healthy checkpoint was saved before, and the next start begins at step 1"
         else:
             way = f"the next start goes back to step {healthy}, the newest healthy checkpoint saved before"
-        return f"{way}; change something, for example: {change}"
+        return f"{way}; {remedy}"
 
     def has(self, step: int) -> bool:
         """Whether the checkpoint of `step` is committed. Waits for a save in flight first."""
@@ -329,9 +329,11 @@ class Checkpointer:
             keep = set(healthy[-2:])  # the next step may show that the weights of the newest have diverged
             if self.candidate is not None:
                 keep.add(self.candidate.step)
+            newest_step = commit.list_committed(self.folder)[-1][0]
             if self._rewind_distance is not None:
-                newest_step = commit.list_committed(self.folder)[-1][0]
                 keep |= steps_for_rewind(healthy, newest_step - self._rewind_distance)
+            if freq := self._fault_check_freq:
+                keep.update([step for step in healthy if step <= newest_step // freq * freq][-1:])
             commit.retain(self.folder, self.config.keep_latest_k, self.config.keep_every_n_steps, keep)
         except OSError as e:  # not an error of the save: the new checkpoint exists
             logger.error(f"old checkpoints could not be deleted: {e}")

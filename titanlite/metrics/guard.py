@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from titanlite.config.amount import Interval
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.host_copy import HostCopy
 from titanlite.log import logger
@@ -55,6 +56,10 @@ class Guard:
     """Steps before the spike whose sequences a rewind skips, too; below rewind_margin."""
     max_rewinds: int = 3
     """Rewinds of a run; the next spike ends it with exit code 4."""
+    fault_check_freq: Interval = 0
+    """Steps between checks for GPUs that compute wrong numbers without an error: all ranks compute the same
+    micro-batch, and a difference of one bit ends the run with exit code 6. Needs training.deterministic. 0:
+    none; otherwise also at the run's last step."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "window", "min_window", "max_consecutive")
@@ -65,7 +70,7 @@ class Guard:
         if self.min_window > self.window:
             raise ConfigError(f"{self.min_window} is above guard.window = {self.window}", "min_window")
         check_at_least(self, 1, "rewind_margin")  # the first step of the spike is after the checkpoint
-        check_at_least(self, 0, "skip_before", "max_rewinds")
+        check_at_least(self, 0, "skip_before", "max_rewinds", "fault_check_freq")
         if self.skip_before >= self.rewind_margin:
             raise ConfigError(
                 f"{self.skip_before} is not below guard.rewind_margin = {self.rewind_margin}: the checkpoint "
@@ -86,8 +91,24 @@ class Guard:
             return None
         return MAX_DELAY + (self.rewind_margin if self.on_spike == "rewind" else 2)
 
-    def check(self, saves_checkpoints: bool) -> None:
-        """Raises ConfigError for a rewind without checkpoints."""
+    def fault_check_is_due(self, step: int, last_step: int) -> bool:
+        """Whether a check for silent faults is due after `step`."""
+        freq = self.fault_check_freq
+        return freq > 0 and (step == last_step or step % freq == 0)
+
+    def fault_check_before(self, step: int) -> int:
+        """The last step before `step` after which a check for silent faults was due; 0 if there is none."""
+        return (step - 1) // self.fault_check_freq * self.fault_check_freq
+
+    def check(self, saves_checkpoints: bool, is_deterministic: bool) -> None:
+        """Raises ConfigError for a rewind without checkpoints, and for checks for silent faults without
+        deterministic kernels."""
+        if self.fault_check_freq and not is_deterministic:
+            raise ConfigError(
+                "ranks that compute the same have equal bits only with deterministic kernels: set "
+                "training.deterministic = true",
+                "guard.fault_check_freq",
+            )
         if self.on_spike == "rewind" and not saves_checkpoints:
             raise ConfigError(
                 "a rewind goes back to a checkpoint, and checkpoint.enable = false saves none",

@@ -179,6 +179,7 @@ class Meter:
             time/generation_s (s): samples
             time/probe_s (s): [probes](#the-probe)
             time/digest_s (s): digests of the weights (`metrics.digest_freq`)
+            time/fault_check_s (s): checks for silent faults (`guard.fault_check_freq`)
             time/rewind_s (s): a rewind after a spike ([numerics.md](numerics.md#rewinds))
             time/profiling_s (s): writing of profiles
             checkpoint/stall_s (s): pause of training for a save

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.config.component import ConfigError
 from titanlite.mesh import Mesh, local_shard_and_offsets
-from titanlite.parallelism import KEYS, Degrees
+from titanlite.parallelism import Degrees, check_data_parallel_only
 from titanlite.torch_compat import computation_memory, foreach_norm
 
 KEY = "training.same_bits_on_any_ranks"
@@ -28,22 +28,13 @@ BLOCK = 1 << 24  # values whose squares are computed at a time
 def check_same_bits(degrees: Degrees, expert_degree: int, unsupported: dict[str, bool]) -> None:
     """Raises ConfigError for a layout, or a setting in use, that cannot keep the promise. `unsupported`:
     settings by key, and whether they are on."""
-    for name, key, degree in zip(degrees._fields, KEYS, degrees):
-        if name in ("pp", "cp", "tp") and degree > 1:
-            raise ConfigError(
-                f"not with parallelism.{key} = {degree}; only data-parallel ranks (FSDP, HSDP) can",
-                KEY,
-            )
-    if expert_degree > 1:
-        raise ConfigError(f"not with parallelism.expert_parallel_degree = {expert_degree}", KEY)
+    check_data_parallel_only(KEY, degrees, expert_degree, unsupported)
     if degrees.dp_replicate > 1 and degrees.dp_shard == 1:
         raise ConfigError(
             f"not with {degrees.dp_replicate} unsharded copies; set "
             "--parallelism.data_parallel_replicate_degree=1 to shard them",
             KEY,
         )
-    if refused := [key for key, is_on in unsupported.items() if is_on]:
-        raise ConfigError(f"not with {refused[0]}", KEY)
 
 
 class OrderedReduceScatter:

@@ -21,6 +21,7 @@ from titanlite.models.base import Decoder, HeadFn, Inputs, LossHead, is_adapter
 from titanlite.models.lora import initial_bound
 from titanlite.parallel.cuda_graphs import CudaGraphs, MicroBatchLosses
 from titanlite.parallel.expert_loads import ExpertLoads
+from titanlite.parallel.fingerprint import Fingerprint
 from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.fsdp import reshard, sync_gradients
 from titanlite.parallel.initialize import fill_normal, fill_uniform
@@ -193,6 +194,22 @@ class ShardedModel:
         loss.backward()
         of_loss = self._auxiliary_sums.pop() if self._names_of_loss else None
         return MicroBatchLosses(tokens, auxiliary, of_loss)
+
+    def fingerprint(self, batch: Batch, num_targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Digests of the results of one more forward and backward of a micro-batch, int64 scalars by name:
+        the loss, auxiliary losses, and for each block this rank's own gradient, which is not summed over
+        ranks. Ranks with equal weights and micro-batches have equal digests if their kernels are
+        deterministic. Call it when there are no gradients: it leaves none, and changes no state. Collective;
+        only for data-parallel ranks."""
+        fingerprint = Fingerprint(self.net)
+        with (
+            torch.no_grad(),
+            state_unchanged(self.net, batch.inputs.device),
+            torch.enable_grad(),
+            fingerprint.taking_gradients(),
+        ):
+            losses = self._micro_batch(batch, num_targets)
+        return fingerprint.values(losses)
 
     def weights_changed(self) -> None:
         """Update values that are derived from the weights. Call it after loading a checkpoint; `after_step`

@@ -12,7 +12,7 @@ RESTARTS = ("started", "resumed", "rewound")  # events after which later steps a
 VERBS = {
     "resumed": "resumed after step", "rewound": "rewound to step", "skipped": "skipped step",
     "accepted": "accepted an outlier, step", "spike": "spike detected at step", "ended": "ended after step",
-    "recovered": "recovered from a failure, step",
+    "recovered": "recovered from a failure, step", "fault": "silent fault found in step",
 }  # fmt: skip
 # Fields of an event in words: name, unit of a number. A field without an entry is shown under its own name.
 WORDS = {
@@ -28,6 +28,8 @@ WORDS = {
     "from_step": ("from step", ""),
     "rewinds": ("rewind number", ""),
     "seconds": ("time since the failure", "s"),
+    "ranks": ("ranks", ""),
+    "checked_before": ("the check before was after step", ""),
 }
 MAX_CHARACTERS = 300  # of one text
 

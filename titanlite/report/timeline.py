@@ -30,6 +30,7 @@ PAUSES = {
     "samples": "time/generation_s",
     "probes": "time/probe_s",
     "digests": "time/digest_s",
+    "fault checks": "time/fault_check_s",
     "saves": "checkpoint/stall_s",
     "profiles": "time/profiling_s",
     "rewinds": "time/rewind_s",

@@ -25,7 +25,7 @@ from titanlite.runtime.environment import set_notes_folder, set_restart_began
 from titanlite.runtime.hang import describe_hang, name_ranks
 from titanlite.runtime.signals import AGAIN_S, END, SAVE, STOP, Stopped, handled_signals
 
-FINAL_CODES = {2, 3, 4, Stopped.exit_code}  # exit codes that a restart would only repeat
+FINAL_CODES = {2, 3, 4, 6, Stopped.exit_code}  # exit codes that a restart would only repeat
 MARGIN_S = 2.0  # seconds before the end of the grace period at which the launcher ends the ranks
 END_S = 5  # seconds in which ranks end before a restart; one that waits in a kernel of NCCL cannot
 ANSWER_S = 3.0  # seconds in which the other ranks' collectives fail, too, after the first one timed out

@@ -210,10 +210,10 @@ def test_keys_of_a_rewind_that_do_not_fit() -> None:
         Guard(skip_before=20, rewind_margin=20)  # would skip what the checkpoint may have trained on
     with pytest.raises(ConfigError, match="0 is below 1"):
         Guard(rewind_margin=0)
-    Guard(on_spike="rewind").check(saves_checkpoints=True)
-    Guard(on_spike="stop").check(saves_checkpoints=False)
+    Guard(on_spike="rewind").check(saves_checkpoints=True, is_deterministic=True)
+    Guard(on_spike="stop").check(saves_checkpoints=False, is_deterministic=True)
     with pytest.raises(ConfigError, match=r"checkpoint\.enable = false saves none"):
-        Guard(on_spike="rewind").check(saves_checkpoints=False)
+        Guard(on_spike="rewind").check(saves_checkpoints=False, is_deterministic=True)
 
 
 def test_a_state_has_the_newest_step_and_its_spike_is_still_reported() -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from tests.support.jobs import ROOT
 from titanlite.metrics.decisions import Decision
 from titanlite.metrics.outliers import Evidence
+from titanlite.metrics.silent_faults import Fault
 from titanlite.metrics.spikes import Spike
 from titanlite.report.events import WORDS, events_of
 
@@ -32,7 +33,7 @@ def test_an_outlier_and_a_spike_in_words() -> None:
 
 
 def test_every_field_has_words_and_a_place_in_the_docs() -> None:
-    fields = {*OUTLIER.about(), *asdict(SPIKE)}
+    fields = {*OUTLIER.about(), *asdict(SPIKE), *Fault(8, 4, []).about()}
     assert fields <= {*WORDS, *SPECIAL}
     docs = (ROOT / "docs/report.md").read_text(encoding="utf-8")
     section = docs[docs.index("## Events") : docs.index("## Verdicts")]

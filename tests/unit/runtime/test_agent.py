@@ -109,7 +109,7 @@ def test_the_traceback_of_a_lost_connection_is_printed_unless_there_is_a_cause(
     assert said.startswith(start)
 
 
-@pytest.mark.parametrize("code", [2, 3, 4, 75])
+@pytest.mark.parametrize("code", [2, 3, 4, 6, 75])
 def test_what_a_restart_would_meet_again_is_not_restarted(launch: Callable, code: int) -> None:
     ended, said = launch(f"[ $RANK = 0 ] && {UNTIL_ENDED}; exit {code}", 2)
     assert ended == code
