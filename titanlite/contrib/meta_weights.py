@@ -45,7 +45,10 @@ IN_BLOCK = {
     "ffn_norm": "post_attention_layernorm",
     "moe.router.gate": "mlp.gate",
 }
-# Experts of a layer in torchtitan 0.2 (`w1`) and later (`w1_EFD`): w1 is the gate projection [E, F, D], w3
+QKV_0_3 = (
+    "attention.qkv_linear."  # `attention.` of wq, wk and wv in torchtitan 0.2, also where 0.3 fuses them
+)
+# Experts of a layer in torchtitan 0.2 (`w1`) and 0.3 (`w1_EFD`): w1 is the gate projection [E, F, D], w3
 # the up projection [E, F, D], w2 the down projection [E, D, F].
 EXPERTS = re.compile(r"layers\.(\d+)\.moe\.(?:experts|routed_experts\.inner_experts)\.w([123])(?:_EFD|_EDF)?")
 EXPERT_BIAS = re.compile(r"layers\.\d+\.moe\.expert_bias(?:_E)?")
@@ -60,7 +63,7 @@ def is_meta(path: Path) -> bool:
 
 
 def open_torchtitan(path: Path, family: ModelFamily) -> Weights:
-    """Open the weights in a step folder of torchtitan 0.1 or 0.2, without the states of optimizer and loader.
+    """Open the weights in a step folder of torchtitan 0.1 to 0.3, without the states of optimizer and loader.
     Raises ConfigError or CheckpointError."""
     metadata = read_metadata(path)
     names = metadata.state_dict_metadata
@@ -116,8 +119,9 @@ def _with_experts(tensors: Mapping[str, LazyTensor], path: Path) -> dict[str, La
         elif EXPERT_BIAS.fullmatch(name):
             if stored.read(region_at((), stored.shape)).any():
                 raise ConfigError(
-                    f"{path}: {name} is not zero: the experts were balanced by a bias, which the job's model "
-                    "does not have"
+                    f"{path}: {name} is not zero: it takes part in the choice of experts, and the job's "
+                    "model lacks such a bias; torchtitan's export to Hugging Face (last_save_in_hf) "
+                    "leaves it out, so that tokens choose other experts"
                 )
             del result[name]
     for layer, names in names_of.items():
@@ -146,10 +150,11 @@ def _renamed(tensors: Mapping[str, LazyTensor], family: ModelFamily) -> dict[str
         block = re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name)
         if name in COMPUTED:
             continue
-        if block and block[2] in IN_BLOCK:
-            if block[2] in ("attention.wq", "attention.wk") and family.hf_model_type == "llama":
+        layer = block[2].replace(QKV_0_3, "attention.") if block else ""
+        if block and layer in IN_BLOCK:
+            if layer in ("attention.wq", "attention.wk") and family.hf_model_type == "llama":
                 stored = _rotate_half(stored, family.config.head_dim)
-            renamed[f"model.layers.{int(block[1])}.{IN_BLOCK[block[2]]}.weight"] = stored
+            renamed[f"model.layers.{int(block[1])}.{IN_BLOCK[layer]}.weight"] = stored
         else:
             renamed[OUTSIDE_BLOCKS.get(name, name)] = stored
     return renamed
