@@ -101,7 +101,7 @@ def settings(tree: dict[str, Any], source: Path) -> Settings:
         f"model_spec.name = {tree['model_spec']['name']!r}",
         f"model_spec.flavor = {tree['model_spec'].get('flavor')!r}",
         "model_spec.model -> model.flavor, model.overrides, data.mask_documents",
-        f"optimizer.param_groups -> {', '.join(optimizer)}",
+        f"optimizer.param_groups -> {', '.join(optimizer) or 'nothing'}",
     ]
     if not theirs.get("validator.enable"):  # the JSON names its data all the same
         for key in ("validator.dataloader.dataset", "validator.dataloader.dataset_path"):
@@ -141,22 +141,22 @@ def _model(spec: dict[str, Any], source: Path) -> tuple[Values, list[str]]:
     """Return titanlite's keys for the model, and TO DO lines. Raises ConfigError for a model of another
     family, or whose layers differ."""
     name, flavor, model = spec.get("name"), str(spec.get("flavor")), spec.get("model")
-    if name not in {theirs for theirs, _ in FAMILIES}:
+    if name not in [theirs for theirs, _ in FAMILIES]:
         raise ConfigError(f"{source}: model_spec.name = {name!r}: only llama3 and qwen3 can be migrated")
     try:
-        if not isinstance(model, dict):
-            raise TypeError("it is not an object")
+        if not isinstance(model, dict) or not model.get("layers"):
+            raise ValueError("it has no layers")
         layer, *others = [_leaves(layer) for layer in model["layers"]]
         has_experts = "moe.num_experts" in layer
         family = FAMILIES.get((name, has_experts))
         if family is None or ("attention.qk_norm.eps" in layer) != (name == "qwen3"):
-            raise ConfigError(f"{source}: model_spec.model: titanlite's {name} has other layers")
+            raise ValueError(f"titanlite's {name} has other layers")
         if any(other != layer for other in others):
-            raise ConfigError(
-                f"{source}: model_spec.model: its layers differ; titanlite's {name} has equal ones"
-            )
+            raise ValueError(f"its layers differ; titanlite's {name} has equal ones")
         fields = _fields(model, layer, has_experts)
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
+    except ValueError as e:
+        raise ConfigError(f"{source}: model_spec.model: {e}") from None
+    except (KeyError, TypeError, AttributeError) as e:
         raise ConfigError(f"{source}: model_spec.model cannot be read: {type(e).__name__}: {e}") from None
     flavor = flavor if flavor in family.flavors else "debug"
     base = vars(family.flavors[flavor])
@@ -185,6 +185,8 @@ def _model(spec: dict[str, Any], source: Path) -> tuple[Values, list[str]]:
 def _fields(model: dict[str, Any], layer: Values, has_experts: bool) -> Values:
     """Return titanlite's architecture fields."""
     rope = {key.rsplit(".", 1)[1]: value for key, value in layer.items() if key.startswith("attention.rope.")}
+    if rope["scaling"] not in ("llama", "none"):
+        raise ValueError(f"rope.scaling = {rope['scaling']!r} is neither 'llama' nor 'none'")
     fields: Values = {
         "dim": model["dim"],
         "n_layers": len(model["layers"]),
@@ -196,7 +198,7 @@ def _fields(model: dict[str, Any], layer: Values, has_experts: bool) -> Values:
         "tie_word_embeddings": model["enable_weight_tying"],
         "rope_theta": float(rope["theta"]),
         "max_position": rope["max_seq_len"],
-        "rope_factor": {"llama": float(rope["scaling_factor"]), "none": 1.0}[rope["scaling"]],
+        "rope_factor": float(rope["scaling_factor"]) if rope["scaling"] == "llama" else 1.0,
     }
     if rope["scaling"] == "llama":
         fields |= {

@@ -284,6 +284,11 @@ def other_layer(tree: dict[str, Any]) -> None:
     tree["model_spec"]["model"]["layers"][5]["attention"]["rope"]["theta"] = 1e4
 
 
+def yarn(tree: dict[str, Any]) -> None:
+    for layer in tree["model_spec"]["model"]["layers"]:
+        layer["attention"]["rope"]["scaling"] = "yarn"
+
+
 def lora(tree: dict[str, Any]) -> None:
     for layer in tree["model_spec"]["model"]["layers"]:
         layer["attention"]["wo"] |= {"rank": 8, "bias": True}
@@ -304,16 +309,18 @@ REFUSED: list[tuple[Any, str]] = [
         lambda tree: tree["model_spec"].update(name="gpt_oss"),
         "'gpt_oss': only llama3 and qwen3 can be migrated",
     ),
-    (other_layer, "model_spec.model: its layers differ; titanlite's llama3 has equal ones"),
+    (other_layer, "config.json: model_spec.model: its layers differ; titanlite's llama3 has equal ones"),
+    (yarn, "config.json: model_spec.model: rope.scaling = 'yarn' is neither 'llama' nor 'none'"),
+    (lambda tree: tree["model_spec"].update(name=[]), "model_spec.name = []: only llama3 and qwen3 can"),
     (lambda tree: tree["model_spec"].update(name="qwen3"), "titanlite's qwen3 has other layers"),
     (
         lambda tree: tree["model_spec"]["model"].pop("norm"),
         "model_spec.model cannot be read: KeyError: 'norm'",
     ),
-    (lambda tree: tree["model_spec"].update(model=None), "cannot be read: TypeError: it is not an object"),
+    (lambda tree: tree["model_spec"].update(model=None), "config.json: model_spec.model: it has no layers"),
     (
         lambda tree: tree["model_spec"]["model"].update(layers=[]),
-        "model_spec.model cannot be read: ValueError",
+        "model_spec.model: it has no layers",
     ),
     (
         lambda tree: tree.pop("model_spec"),
