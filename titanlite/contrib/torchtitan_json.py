@@ -237,7 +237,8 @@ def _optimizer(groups: list[dict[str, Any]]) -> tuple[Values, list[str]]:
         theirs = MUON | muon["optimizer_kwargs"]
         ours |= {f"optimizer.{key}": theirs[key] for key in ("lr", "weight_decay", "momentum", "nesterov")}
         ours["optimizer.adamw_lr_multiplier"] = adamw["lr"] / theirs["lr"]
-        ours["optimizer.adjust_lr_fn"] = theirs["adjust_lr_fn"] or "original"
+        scale = theirs["adjust_lr_fn"] or "original"
+        ours["optimizer.adjust_lr_fn"] = scale.removesuffix("_unclamped")
         if theirs["ns_coefficients"] == MUON["ns_coefficients"]:
             ours |= {"optimizer.ns_coefficients": "jordan", "optimizer.ns_steps": theirs["ns_steps"]}
         else:

@@ -246,6 +246,9 @@ def test_muon_and_groups_of_parameters(tmp_path: Path) -> None:
         r"DistMuon has the parameters of '\\.w[123]\\.'", "AdamW's weight_decay = 0.1",
         "'norm' has AdamW with {'lr': 0.001", "titanlite has no amsgrad = True",
     ]  # fmt: skip
+    muon["optimizer_kwargs"] |= {"adjust_lr_fn": "spectral_unclamped", "ns_coefficients": [3.0, -3.2, 1.2]}
+    optimizer = result(tmp_path, tree)[0].optimizer
+    assert (optimizer.adjust_lr_fn, optimizer.ns_custom_coefficients) == ("spectral", [[3.0, -3.2, 1.2]] * 5)
     tree["optimizer"]["param_groups"] = [muon]
     assert "no group has the pattern '.*': set optimizer" in result(tmp_path, tree)[2][0]
 
