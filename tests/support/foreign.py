@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,23 @@ def reference_logits(w: dict[str, torch.Tensor], c: Llama3Config, tokens: torch.
     return F.linear(norm(x, "norm"), w["output.weight"])
 
 
-def write_torchtitan(folder: Path, w: dict[str, torch.Tensor], nested: bool = False) -> Path:
-    """Save as torchtitan does: with DCP, weights at the top level (before 0.2 under `model`), other state
-    beside them."""
+def names_of_0_3(w: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors with torchtitan 0.2's names under those of 0.3.0, which its trainer wrote on a CPU."""
+    changes = {
+        r"^output\.": "lm_head.",
+        r"\.attention\.(w[qkv])\.": r".attention.qkv_linear.\1.",
+        r"\.moe\.experts\.(w[13])$": r".moe.routed_experts.inner_experts.\1_EFD",
+        r"\.moe\.experts\.w2$": ".moe.routed_experts.inner_experts.w2_EDF",
+        r"\.expert_bias$": ".expert_bias_E",
+    }
+    for old, new in changes.items():
+        w = {re.sub(old, new, name): tensor for name, tensor in w.items()}
+    return w
+
+
+def write_torchtitan(folder: Path, w: dict[str, torch.Tensor], release: str = "0.2") -> Path:
+    """Save tensors with torchtitan 0.2's names as a release of torchtitan does: with DCP, weights at the top
+    level (0.1: under `model`), other state beside them."""
     step = folder / "checkpoint" / "step-10"
     rest: dict[str, Any] = {
         "optimizer": {"state": {"norm.weight": {"exp_avg": torch.ones(4)}}, "param_groups": [{"lr": 0.1}]},
@@ -88,7 +103,11 @@ def write_torchtitan(folder: Path, w: dict[str, torch.Tensor], nested: bool = Fa
         "dataloader": {"dp_rank_0": pickle.dumps({"position": 3})},
         "lr_scheduler": {"last_epoch": 10},
     }
-    dcp.save({**({"model": w} if nested else w), **rest}, checkpoint_id=step, no_dist=True)
+    if release == "0.3":
+        fused = "layers.0.attention.qkv_linear.wqkv.weight"  # only the optimizer's state has the fused matrix
+        rest["optimizer"] = {f"state.{fused}.exp_avg": torch.ones(4), f"param_groups.{fused}.lr": 0.1}
+        w = names_of_0_3(w)
+    dcp.save({**({"model": w} if release == "0.1" else w), **rest}, checkpoint_id=step, no_dist=True)
     return step
 
 

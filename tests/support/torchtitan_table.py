@@ -28,7 +28,7 @@ def row(key: str) -> str:
 
 
 def table() -> str:
-    """Every key of torchtitan 0.1.0 to 0.2.2 that is not the same in titanlite. Keys with the same entry
+    """Every key of torchtitan 0.1.0 to 0.3.0 that is not the same in titanlite. Keys with the same entry
     share a row; keys without a counterpart and without a remark are lists."""
     rows = {key: row(key) for key in sorted(set().union(*KEYS.values()))}
     lines = ["| torchtitan | titanlite |", "| --- | --- |"]

@@ -1,10 +1,10 @@
-"""Reads weights under Meta's names: torchtitan's DCP checkpoints of Llama and Qwen3, and Meta's
+"""Reads weights under Meta's names: torchtitan's DCP checkpoints of Llama, Qwen3 and DeepSeek-V3, and Meta's
 `consolidated.*.pth` files of Llama.
 
 They differ from Hugging Face's weights in the names, and Llama's in the order of the rows of wq and wk, too.
 Meta's rotary embedding rotates pairs of neighbouring elements of a head, (0, 1), (2, 3), ...; Hugging Face's
 and titanlite's rotates pairs (e, e + head_dim / 2), and so does torchtitan's of Qwen3. This module alone
-permutes these rows, head by head.
+permutes these rows, head by head. (DeepSeek-V3 has neighbouring pairs in all three.)
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from titanlite.files import check_regular
 from titanlite.interop.dcp import stored_tensors
 from titanlite.interop.weights import UNSCALED, Chunk, LazyTensor, Region, Weights, joined, region_at
 from titanlite.models.base import Index, ModelFamily
+from titanlite.models.load_balance import CORRECTION_BIAS
 
 OUTSIDE_BLOCKS = {  # Meta's name -> Hugging Face's name
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -45,10 +46,23 @@ IN_BLOCK = {
     "ffn_norm": "post_attention_layernorm",
     "moe.router.gate": "mlp.gate",
 }
-# Experts of a layer in torchtitan 0.2 (`w1`) and later (`w1_EFD`): w1 is the gate projection [E, F, D], w3
+IN_BLOCK_OF_DEEPSEEK = IN_BLOCK | {
+    "attention.wq_a": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.wq_b": "self_attn.q_b_proj",
+    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.wkv_b": "self_attn.kv_b_proj",
+    "moe.shared_experts.w1": "mlp.shared_experts.gate_proj",
+    "moe.shared_experts.w2": "mlp.shared_experts.down_proj",
+    "moe.shared_experts.w3": "mlp.shared_experts.up_proj",
+}
+# wq, wk and wv are in `attention.` in torchtitan 0.2, and here in 0.3, also where one matrix computes them.
+QKV_0_3 = "attention.qkv_linear."
+# Experts of a layer in torchtitan 0.2 (`w1`) and 0.3 (`w1_EFD`): w1 is the gate projection [E, F, D], w3
 # the up projection [E, F, D], w2 the down projection [E, D, F].
 EXPERTS = re.compile(r"layers\.(\d+)\.moe\.(?:experts|routed_experts\.inner_experts)\.w([123])(?:_EFD|_EDF)?")
-EXPERT_BIAS = re.compile(r"layers\.\d+\.moe\.expert_bias(?:_E)?")
+EXPERT_BIAS = re.compile(r"layers\.(\d+)\.moe\.expert_bias(?:_E)?")
 COMPUTED = {"rope.freqs", "freqs_cis"}  # stored, but computed from the configuration
 # The dimension along which Meta's tensor parallelism shards each weight over the files.
 SHARD_DIMS = {"wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "output": 0, "wo": 1, "w2": 1}
@@ -60,7 +74,7 @@ def is_meta(path: Path) -> bool:
 
 
 def open_torchtitan(path: Path, family: ModelFamily) -> Weights:
-    """Open the weights in a step folder of torchtitan 0.1 or 0.2, without the states of optimizer and loader.
+    """Open the weights in a step folder of torchtitan 0.1 to 0.3, without the states of optimizer and loader.
     Raises ConfigError or CheckpointError."""
     metadata = read_metadata(path)
     names = metadata.state_dict_metadata
@@ -73,12 +87,12 @@ def open_torchtitan(path: Path, family: ModelFamily) -> Weights:
         )
     states = r"(optimizer|lr_scheduler|dataloader|train_state|ft_dataloader)\b"
     inside = {n.removeprefix(prefix): n for n in names if n.startswith(prefix) and not re.match(states, n)}
-    if family.hf_model_type not in ("llama", "qwen3", "qwen3_moe"):
+    if family.hf_model_type not in ("llama", "qwen3", "qwen3_moe", "deepseek_v3"):
         raise ConfigError(
-            f"{path} has torchtitan's format, which is read for Llama and Qwen3 only; the job's model is "
-            f"{family.name}"
+            f"{path} has torchtitan's format, which is read for Llama, Qwen3 and DeepSeek-V3 only; the job's "
+            f"model is {family.name}"
         )
-    tensors = _renamed(_with_experts(stored_tensors(path, metadata, inside), path), family)
+    tensors = _renamed(_with_experts(stored_tensors(path, metadata, inside), path, family), family)
     return Weights(path, "torchtitan", tensors, UNSCALED)
 
 
@@ -105,19 +119,24 @@ def open_meta(path: Path, family: ModelFamily) -> Weights:
     return Weights(path, "Meta", _renamed(tensors, family), _params(path, family))
 
 
-def _with_experts(tensors: Mapping[str, LazyTensor], path: Path) -> dict[str, LazyTensor]:
+def _with_experts(
+    tensors: Mapping[str, LazyTensor], path: Path, family: ModelFamily
+) -> dict[str, LazyTensor]:
     """Return the tensors with the experts of each layer under titanlite's names: gate and up projection are
     one tensor. Incomplete experts keep their names, so that they are reported. Raises ConfigError for a bias
-    that balances experts, unless it is zero: no family that is read has one."""
+    that balances experts, unless it is zero or the family has one."""
     result, names_of = dict(tensors), dict[str, dict[str, str]]()
     for name, stored in tensors.items():
         if match := EXPERTS.fullmatch(name):
             names_of.setdefault(f"model.layers.{int(match[1])}.mlp.experts", {})[match[2]] = name
-        elif EXPERT_BIAS.fullmatch(name):
-            if stored.read(region_at((), stored.shape)).any():
+        elif match := EXPERT_BIAS.fullmatch(name):
+            if family.hf_model_type == "deepseek_v3":
+                result[f"model.layers.{int(match[1])}.mlp.gate.{CORRECTION_BIAS}"] = stored
+            elif stored.read(region_at((), stored.shape)).any():
                 raise ConfigError(
-                    f"{path}: {name} is not zero: the experts were balanced by a bias, which the job's model "
-                    "does not have"
+                    f"{path}: {name} is not zero: it takes part in the choice of experts, and the job's "
+                    "model lacks such a bias; torchtitan's export to Hugging Face (last_save_in_hf) "
+                    "leaves it out, so that tokens choose other experts"
                 )
             del result[name]
     for layer, names in names_of.items():
@@ -142,14 +161,16 @@ def _renamed(tensors: Mapping[str, LazyTensor], family: ModelFamily) -> dict[str
     """Return the tensors under Hugging Face's names, the rows of Llama's wq and wk permuted. An unknown name
     stays, so that it is reported as unexpected."""
     renamed = {}
+    names = IN_BLOCK_OF_DEEPSEEK if family.hf_model_type == "deepseek_v3" else IN_BLOCK
     for name, stored in tensors.items():
         block = re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name)
         if name in COMPUTED:
             continue
-        if block and block[2] in IN_BLOCK:
-            if block[2] in ("attention.wq", "attention.wk") and family.hf_model_type == "llama":
+        layer = block[2].replace(QKV_0_3, "attention.") if block else ""
+        if block and layer in names:
+            if layer in ("attention.wq", "attention.wk") and family.hf_model_type == "llama":
                 stored = _rotate_half(stored, family.config.head_dim)
-            renamed[f"model.layers.{int(block[1])}.{IN_BLOCK[block[2]]}.weight"] = stored
+            renamed[f"model.layers.{int(block[1])}.{names[layer]}.weight"] = stored
         else:
             renamed[OUTSIDE_BLOCKS.get(name, name)] = stored
     return renamed

@@ -1,5 +1,6 @@
-"""`titanlite migrate torchtitan.toml -o titanlite.toml`: translate a torchtitan TOML file to titanlite's
-keys.
+"""`titanlite migrate torchtitan.toml -o titanlite.toml`: translate a configuration of torchtitan to
+titanlite's keys: a TOML file of 0.1 or 0.2, or the JSON that 0.3's trainer writes with
+`--debug.save_config_file=NAME`.
 
 Comments at the top of the result list every key: carried over, renamed, converted or without a counterpart.
 `TO DO` lines name the decisions that are left to you, because a wrong guess would change the training
@@ -23,6 +24,7 @@ from titanlite.config.component import ConfigError, suggest
 from titanlite.config.locator import Locator
 from titanlite.config.overrides import put
 from titanlite.config.paths import check_new
+from titanlite.contrib import torchtitan_json
 from titanlite.contrib import torchtitan_keys as tables
 from titanlite.contrib.torchtitan_keys import Values
 from titanlite.files import write_atomically
@@ -68,14 +70,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def migrate(source: Path) -> tuple[str, list[str]]:
-    """Return the TOML text and its TO DO lines. Raises ConfigError for a file that is already titanlite's,
-    and for a model that `migrate_model` refuses."""
-    tree, _ = toml.read(source)
-    if "data" in tree:  # a section of titanlite that torchtitan does not have
-        raise ConfigError(f"{source} is already a titanlite file: `titanlite config {source}` checks it")
-    theirs = flatten(tree)
-    ours, todo = migrate_model(theirs, source)
-    comments = []
+    """Return the TOML text and its TO DO lines. Raises ConfigError for a file that is not torchtitan's, and
+    for a model that titanlite does not have."""
+    if config := torchtitan_json.read(source):
+        theirs, ours, comments, todo = torchtitan_json.settings(config, source)
+    else:
+        tree, _ = toml.read(source)
+        if "data" in tree:  # a section of titanlite that torchtitan does not have
+            raise ConfigError(f"{source} is already a titanlite file: `titanlite config {source}` checks it")
+        theirs = flatten(tree)
+        if not any(map(is_known, theirs)):
+            raise ConfigError(f"{source} has no key of torchtitan")
+        ours, todo = migrate_model(theirs, source)
+        comments = []
     # The path of a data set replaces its name, so paths are converted last.
     for key, value in sorted(theirs.items(), key=lambda item: item[0].endswith("_path")):
         made, note, undecided = migrate_key(key, value)
@@ -84,6 +91,8 @@ def migrate(source: Path) -> tuple[str, list[str]]:
         ours |= made
         comments.append(f"{key} {note}")
         todo += [comments[-1]] if undecided else []
+    if weights := initial_weights(theirs):
+        ours["checkpoint.initial_load_path"] = weights
     for key, value in tables.DEFAULTS.items():
         if key not in ours:
             ours[key] = value
@@ -122,13 +131,16 @@ def migrate_model(theirs: Values, source: Path) -> tuple[Values, list[str]]:
 def migrate_key(key: str, value: Any) -> tuple[Values, str, bool]:
     """Return titanlite's keys and values for a torchtitan key, a comment on the change, and whether the user
     has to decide something."""
+    if value is None and is_known(key):
+        return {}, "is unset", False
     if key in tables.RENAMED:
         return {tables.RENAMED[key]: value}, f"-> {tables.RENAMED[key]}", False
     if key in ("model.name", "model.flavor"):
         return {}, f"= {value!r}", False
     if key in tables.CONVERTED:
         try:
-            return (made := tables.CONVERTED[key].convert(value)), f"-> {', '.join(made)}", False
+            made = tables.CONVERTED[key].convert(value)
+            return made, f"-> {', '.join(made)}" if made else f"= {value!r}: needs no key", False
         except (ValueError, TypeError, AttributeError) as e:
             return {}, f"= {value!r}: {e}", True
     if reason := reason_without_counterpart(key):
@@ -136,7 +148,22 @@ def migrate_key(key: str, value: Any) -> tuple[Values, str, bool]:
     if key in own_keys():
         return {key: value}, "carried over", False
     near = suggest(key, {*own_keys(), *tables.RENAMED, *tables.CONVERTED}).partition(" (known")[0]
-    return {}, f"= {value!r}: no key of torchtitan 0.1 or 0.2{near}", True
+    return {}, f"= {value!r}: no key of torchtitan 0.1 to 0.3{near}", True
+
+
+def is_known(key: str) -> bool:
+    """Whether a release of torchtitan has the key."""
+    named = key in {"model.name", "model.flavor", *tables.RENAMED, *tables.CONVERTED, *own_keys()}
+    return named or reason_without_counterpart(key) is not None
+
+
+def initial_weights(theirs: Values) -> str:
+    """Return the folder of Hugging Face weights that torchtitan starts from if no path of weights is given;
+    empty: there is none."""
+    reads = theirs.get("checkpoint.enable") and theirs.get("checkpoint.initial_load_in_hf")
+    if not reads or theirs.get("checkpoint.initial_load_path"):
+        return ""
+    return str(theirs.get("hf_assets_path") or theirs.get("model.hf_assets_path") or "")
 
 
 def reason_without_counterpart(key: str) -> str | None:

@@ -1,7 +1,8 @@
-"""How `titanlite migrate` translates torchtitan's TOML keys: tables, and functions of one value.
+"""How `titanlite migrate` translates torchtitan's keys: tables, and functions of one value.
 
-The tables hold for torchtitan 0.1.0 to 0.2.2, the last release that reads TOML. A torchtitan key that is in
-no table has the same name and meaning in titanlite; docs/coming-from.md lists all of them."""
+The tables hold for the TOML files of torchtitan 0.1.0 to 0.2.2, and for the JSON of 0.3.0's trainer, which
+torchtitan_json.py reads. A torchtitan key that is in no table has the same name and meaning in titanlite;
+docs/coming-from.md lists all of them."""
 
 from __future__ import annotations
 
@@ -26,6 +27,34 @@ def to_async_mode(value: str) -> Values:
 
 def to_optimizer(value: str) -> Values:
     return {"optimizer.name": value.lower()}
+
+
+def to_state_dtype(implementation: str) -> Values:
+    return {"optimizer.state_dtype": "bfloat16"} if implementation == "fused_opt_states_bf16" else {}
+
+
+def to_mode(policy: str) -> Values:
+    return {"activation_checkpoint.mode": policy, "activation_checkpoint.selective_ac_option": "op"}
+
+
+def to_loss(name: str) -> Values:
+    if name == "other":
+        raise ValueError("titanlite has cross-entropy, whole or in chunks: set loss.name")
+    return {"loss.name": name}
+
+
+def to_sources(sources: list[Values]) -> Values:
+    if any("sample_processor" in source for source in sources):
+        raise ValueError("the source `chat` reads conversations")
+    made = [
+        {
+            "name": "text",
+            "path": [each.get("dataset_path") or each.get("dataset")],
+            "weight": each.get("weight", 1),
+        }
+        for each in sources
+    ]
+    return {"data.sources": made}
 
 
 def to_tokenizer(path: str) -> Values:
@@ -60,37 +89,61 @@ def to_sink(name: str) -> Callable[[bool], Values]:
 
 def text_of(key: str) -> Conversion:
     """Return the conversion of a data set's name or path to a source of text files."""
-    return Conversion(key, lambda value: {key: [{"name": "text", "path": [value]}]}, "a folder of text")
+    return Conversion(
+        key, lambda value: {key: [{"name": "text", "path": [value]}]} if value else {}, "a folder of text"
+    )
 
 
 FILTER = Conversion("float8.filter_fqns", to_filter, "with titanlite's names; the head is never float8")
 TOKENIZER = Conversion("tokenizer", to_tokenizer, "a tiktoken file, or a folder with a tokenizer.json")
 
-# ---- keys of torchtitan 0.1 and 0.2 that titanlite does not have, or has with other values
+# ---- keys of torchtitan that titanlite does not have, or has with other values
 
 RENAMED = {
     "checkpoint.enable_checkpoint": "checkpoint.enable",
+    "compile.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
+    "dataloader.num_workers": "data.num_workers",
     "debug.deterministic": "training.deterministic",
     "debug.moe_force_load_balance": "moe.force_load_balance",
     "debug.seed": "training.seed",
+    "dump_folder": "job.dump_folder",
     "float8.recipe_name": "float8.recipe",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
+    "parallelism.enable_fsdp_symm_mem": "parallelism.fsdp_symmetric_memory",
+    "profiler.enable_memory_snapshot": "profiling.enable_memory_snapshot",
+    "profiler.enable_profiling": "profiling.enable_profiling",
+    "profiler.profile_freq": "profiling.profile_freq",
+    "profiler.profiler_active": "profiling.profiler_active",
+    "profiler.profiler_repeat": "profiling.profile_cycles",
+    "profiler.profiler_warmup": "profiling.profiler_warmup",
     "quantize.linear.float8.emulate": "float8.emulate",
     "quantize.linear.float8.enable_fsdp_float8_all_gather": "float8.enable_fsdp_float8_all_gather",
     "quantize.linear.float8.recipe_name": "float8.recipe",
     "training.compile": "compile.enable",
     "training.dataloader.num_workers": "data.num_workers",
     "training.debug_moe_force_load_balance": "moe.force_load_balance",
+    "validator.enable": "validation.enable",
+    "validator.freq": "validation.freq",
+    "validator.steps": "validation.steps",
 }
 
 CONVERTED = {
+    "activation_checkpoint": Conversion("activation_checkpoint.mode", to_mode, "by the policy's keys"),
     "checkpoint.async_mode": Conversion("checkpoint.async_mode", to_async_mode, "`async` pins host memory"),
+    "dataloader.dataset": text_of("data.sources"),
+    "dataloader.dataset_path": text_of("data.sources"),
+    "dataloader.sources": Conversion("data.sources", to_sources, "folders of text, with their weights"),
     "float8.filter_fqns": FILTER,
+    "hf_assets_path": TOKENIZER,
+    "loss": Conversion("loss.name", to_loss, "by the loss's keys"),
     "metrics.enable_tensorboard": Conversion("metrics.sinks", to_sink("tensorboard"), "names tensorboard"),
     "metrics.enable_wandb": Conversion("metrics.sinks", to_sink("wandb"), "names wandb"),
     "model.converters": Conversion("float8.enable", to_float8, "true if it names float8"),
     "model.hf_assets_path": TOKENIZER,
     "model.tokenizer_path": TOKENIZER,
+    "optimizer.implementation": Conversion(
+        "optimizer.state_dtype", to_state_dtype, "`bfloat16` if it is `fused_opt_states_bf16`"
+    ),
     "optimizer.name": Conversion("optimizer.name", to_optimizer, "in lower case"),
     "quantize.linear.float8.filter_fqns": FILTER,
     "parallelism.expert_parallel_comm_backend": Conversion(
@@ -100,6 +153,8 @@ CONVERTED = {
     "training.dataset_path": text_of("data.sources"),
     "validation.dataset": text_of("data.validation_sources"),
     "validation.dataset_path": text_of("data.validation_sources"),
+    "validator.dataloader.dataset": text_of("data.validation_sources"),
+    "validator.dataloader.dataset_path": text_of("data.validation_sources"),
 }
 
 _REASONS = {  # reason why there is no counterpart: keys; a key that ends with a dot is a section
@@ -114,22 +169,32 @@ _REASONS = {  # reason why there is no counterpart: keys; a key that ends with a
         parallelism.enable_compiled_autograd
         parallelism.pipeline_parallel_expert_parallel_overlap quantize.grouped_mm.
         quantize.linear.mx. training.dtype training.gc_debug
+        activation_checkpoint.force_recompute_mm_shapes_by_fqns dataloader.seed dataloader.stopping_strategy
+        debug.batch_invariant debug.detect_anomaly debug.enable_structured_logging debug.spmd_typechecking
+        optimizer.optimizer_factory_kwargs_by_name. override.imports parallelism.spmd_backend
+        parallelism.context_parallel_ptrr_mask_key profiler.memory_snapshot_freq
+        profiler.memory_snapshot_max_entries profiler.profiler_skip_first profiler.profiler_skip_first_wait
+        profiler.trace_post_processor
     """,
     "experts are not sharded inside": "parallelism.expert_tensor_parallel_degree",
     "always so": """
         checkpoint.create_seed_checkpoint checkpoint.enable_ft_dataloader_checkpoints compile.components
         float8.precompute_float8_dynamic_scale_for_fsdp job.save_config_file metrics.save_for_all_ranks
-        model.print_after_conversion optimizer.implementation parallelism.disable_loss_parallel
+        model.print_after_conversion parallelism.disable_loss_parallel parallelism.enable_sequence_parallel
         quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp training.dataloader.persistent_workers
         training.dataloader.pin_memory training.dataloader.prefetch_factor
+        dataloader.persistent_workers dataloader.pin_memory dataloader.prefetch_factor
     """,
     "training.deterministic makes non-deterministic operations errors": "debug.deterministic_warn_only",
     "activation_checkpoint decides": "float8.force_recompute_fp8_weight_in_bwd",
     "files are below job.dump_folder": """
-        metrics.save_tb_folder profiling.save_memory_snapshot_folder profiling.save_traces_folder
+        metrics.save_tb_folder profiler.save_memory_snapshot_folder profiler.save_traces_folder
+        profiling.save_memory_snapshot_folder profiling.save_traces_folder
     """,
     "an argument of `titanlite train`": "job.config_file",
-    "`titanlite config FILE` prints the job": "job.print_args job.print_config",
+    "`titanlite config FILE` prints the job": """
+        debug.print_config debug.save_config_file job.print_args job.print_config
+    """,
     "for torchtitan's own tests": "job.use_for_integration_test",
     "pipeline_parallel_split_points names the stages": """
         parallelism.module_fqns_per_model_part parallelism.pipeline_parallel_layers_per_stage
@@ -137,15 +202,25 @@ _REASONS = {  # reason why there is no counterpart: keys; a key that ends with a
     "pipeline_parallel_schedule names one": "parallelism.pipeline_parallel_schedule_csv",
     "local_batch_size is the micro-batch": "parallelism.pipeline_parallel_microbatch_size",
     "initial_load_path reads weights alone, in any format": """
-        checkpoint.exclude_from_loading checkpoint.initial_load_in_hf checkpoint.initial_load_model_only
+        checkpoint.exclude_from_loading checkpoint.initial_load_model_only
         checkpoint.initial_load_model_weights_only
     """,
+    "initial_load_path becomes hf_assets_path, unless it is set": "checkpoint.initial_load_in_hf",
     "`titanlite export` writes the weights alone, with any dtype": """
         checkpoint.export_dtype checkpoint.last_save_in_hf checkpoint.last_save_model_only
         checkpoint.last_save_model_weights_only
     """,
     "`titanlite checkpoint verify` reads without training": "checkpoint.load_only",
-    "as in training": "validation.dataloader. validation.local_batch_size validation.seq_len",
+    "as in training": """
+        validation.dataloader. validation.local_batch_size validation.seq_len validator.dataloader.
+    """,
+    "compile.cuda_graphs turns them on, where they work": "training.disable_cuda_graphs",
+    "loss.chunk_tokens is the size of a chunk": "loss.num_chunks",
+    "max_epochs of a source ends its data": "dataloader.infinite",
+    "the source `chat` reads conversations": """
+        dataloader.load_dataset_kwargs. dataloader.sample_processor
+    """,
+    "the model decides": "loss.global_vocab_size loss.loss_fn.global_vocab_size",
     "PyTorch's environment variables set it": """
         comm.save_traces_file_prefix comm.save_traces_folder comm.trace_buf_size
     """,
@@ -158,15 +233,18 @@ HARMLESS: Values = {
     "checkpoint.initial_load_in_hf_quantized": False,
     "checkpoint.initial_load_model_only": True,
     "checkpoint.initial_load_model_weights_only": True,
+    "dataloader.infinite": True,
+    "dataloader.sample_processor": None,
     "experimental.custom_args_module": "",
     "experimental.custom_import": "",
     "fault_tolerance.enable": False,
     "job.custom_config_module": "",
     "optimizer.early_step_in_backward": False,
+    "override.imports": [],
     "training.dtype": "float32",
 }
 
-# torchtitan's defaults where titanlite's differ; the same in all releases.
+# torchtitan's defaults where titanlite's differ; the same in all releases. 0.3's JSON leaves out no key.
 DEFAULTS: Values = {
     "profiling.profiler_warmup": 3, "metrics.sinks": [], "optimizer.lr": 8e-4,
     "lr_scheduler.warmup_steps": 200, "training.mixed_precision_param": "bfloat16", "data.num_workers": 0,

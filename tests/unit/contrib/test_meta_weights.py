@@ -18,7 +18,7 @@ from tests.support.jobs import make_job, metrics_of
 from tests.support.models import SCALED, VARIANTS, family, random_net, row
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.config.component import ConfigError
-from titanlite.contrib.meta_weights import IN_BLOCK, OUTSIDE_BLOCKS
+from titanlite.contrib.meta_weights import IN_BLOCK, IN_BLOCK_OF_DEEPSEEK, OUTSIDE_BLOCKS
 from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.step_sizes import StepSizes
 from titanlite.interop.initial import open_weights
@@ -47,12 +47,14 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("source", ["titan", "titan 0.1", "meta", "meta in two", "llama 2 in two"])
+@pytest.mark.parametrize(
+    "source", ["titan 0.2", "titan 0.1", "titan 0.3", "meta", "meta in two", "llama 2 in two"]
+)
 def test_logits_are_those_of_the_sources_layout(tmp_path: Path, source: str, shape: str) -> None:
     model_family = family(**SHAPES[shape])
     c, w = model_family.config, random_tensors(model_family.config)
     if source.startswith("titan"):
-        path = write_torchtitan(tmp_path, w, nested=source == "titan 0.1")
+        path = write_torchtitan(tmp_path, w, source.split()[1])
     else:
         path = write_meta(tmp_path / "meta", w, c, 2 if "two" in source else 1, int("2 in" in source))
     wanted = reference_logits(w, c, row())
@@ -114,47 +116,49 @@ def test_a_tied_model_takes_a_head_that_is_the_embedding(tmp_path: Path) -> None
     assert (our_logits(path, tied, row()) - reference_logits(w, tied.config, row())).abs().max() < 1e-4
 
 
-# ---- Qwen3, with and without experts
+# ---- Qwen3, with and without experts, and DeepSeek-V3
 
 MIXTURE = family(**VARIANTS["qwen3_moe"])
-LATER = {"moe.experts.w": "moe.routed_experts.inner_experts.w", "expert_bias": "expert_bias_E"}
+BIAS = "e_score_correction_bias"
 
 
-def of_qwen3(net: Decoder, later: bool = False) -> dict[str, torch.Tensor]:
-    """The tensors of a model under torchtitan's names: those of 0.2.2, or `later` ones."""
-    named = {}
+def in_torchtitan(net: Decoder) -> dict[str, torch.Tensor]:
+    """The tensors of a model under torchtitan 0.2.2's names."""
+    named = {name: buffer for name, buffer in net.named_buffers() if name.endswith(BIAS)}
+    named = {f"{name.split('.mlp.')[0][6:]}.moe.expert_bias": buffer for name, buffer in named.items()}
+    names = OUTSIDE_BLOCKS | (IN_BLOCK_OF_DEEPSEEK if named else IN_BLOCK)
     for name, p in net.named_parameters():
         tensor = p.detach()
         layer = name.removeprefix("model.").rpartition(".mlp.")[0]
         if name.endswith("experts.gate_up_proj"):
             gate, up = tensor.chunk(2, dim=1)
             named |= {f"{layer}.moe.experts.w1": gate.clone(), f"{layer}.moe.experts.w3": up.clone()}
-            named[f"{layer}.moe.expert_bias"] = torch.zeros(len(tensor))  # never updated for Qwen3
+            named.setdefault(
+                f"{layer}.moe.expert_bias", torch.zeros(len(tensor))
+            )  # 0.2.2 never moves Qwen3's
         elif name.endswith("experts.down_proj"):
             named[f"{layer}.moe.experts.w2"] = tensor
         else:
-            for theirs, ours in (OUTSIDE_BLOCKS | IN_BLOCK).items():
-                name = name.replace(f".{ours}.", f".{theirs}.") if theirs in IN_BLOCK else name
+            for theirs, ours in names.items():
+                name = name.replace(f".{ours}.", f".{theirs}.") if theirs in IN_BLOCK_OF_DEEPSEEK else name
                 name = theirs if name == ours else name
             named[name.removeprefix("model.")] = tensor
-    if not later:
-        return named
-    shapes = {"w1": "_EFD", "w2": "_EDF", "w3": "_EFD"}
-    for old, new in LATER.items():
-        named = {name.replace(old, new) + shapes.get(name[-2:], ""): t for name, t in named.items()}
     return named
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["0.2", "later"])
-@pytest.mark.parametrize("variant", ["qwen3", "qwen3_moe"])
-def test_qwen3_is_read_bit_for_bit(tmp_path: Path, variant: str, later: bool) -> None:
+@pytest.mark.parametrize("release", ["0.2", "0.3"])
+@pytest.mark.parametrize("variant", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_other_families_are_read_bit_for_bit(tmp_path: Path, variant: str, release: str) -> None:
     model_family = family(**VARIANTS[variant])
     net = random_net(model_family)
-    weights = open_weights(write_torchtitan(tmp_path, of_qwen3(net, later)), model_family)
+    weights = open_weights(write_torchtitan(tmp_path, in_torchtitan(net), release), model_family)
     check(weights, model_family)
     ours = random_net(model_family, seed=1)
     load_weights(weights, ours)
     assert all(torch.equal(p, net.get_parameter(name)) for name, p in ours.named_parameters())
+    biases = [name for name, _ in ours.named_buffers() if name.endswith(BIAS)]
+    assert all(torch.equal(ours.get_buffer(name), net.get_buffer(name)) for name in biases)
+    assert bool(biases) == (variant == "deepseek_v3")
 
 
 BAD_EXPERTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
@@ -172,7 +176,7 @@ BAD_EXPERTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] 
     ),
     "bias": (
         lambda w: w["layers.1.moe.expert_bias"].add_(0.001),
-        r"layers\.1\.moe\.expert_bias is not zero: the experts were balanced by a bias",
+        r"layers\.1\.moe\.expert_bias is not zero: it takes part in the choice of experts",
     ),
 }
 
@@ -180,7 +184,7 @@ BAD_EXPERTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] 
 @pytest.mark.parametrize("case", BAD_EXPERTS)
 def test_experts_that_do_not_fit_are_named(tmp_path: Path, case: str) -> None:
     change, message = BAD_EXPERTS[case]
-    w = of_qwen3(random_net(MIXTURE))
+    w = in_torchtitan(random_net(MIXTURE))
     change(w)
     with pytest.raises(ConfigError, match=message) as error:
         check(open_weights(write_torchtitan(tmp_path, w), MIXTURE), MIXTURE)
@@ -189,7 +193,7 @@ def test_experts_that_do_not_fit_are_named(tmp_path: Path, case: str) -> None:
 
 def test_other_families_are_refused(tmp_path: Path) -> None:
     path = write_torchtitan(tmp_path, random_tensors(family(**UNTIED).config))
-    with pytest.raises(ConfigError, match=r"is read for Llama and Qwen3 only; the job's model is olmoe$"):
+    with pytest.raises(ConfigError, match=r"Llama, Qwen3 and DeepSeek-V3 only; the job's model is olmoe$"):
         open_weights(path, family(**VARIANTS["olmoe"]))
 
 
