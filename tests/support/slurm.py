@@ -1,8 +1,8 @@
-"""A Slurm cluster of this machine: munged, slurmctld and a slurmd for each of three nodes, all of them children of
-the test's process, with files, ports and a key of their own.
+"""A Slurm cluster of this machine: munged, slurmctld, and a slurmd for each of three nodes. They are
+children of the test's process, with files, ports and a key of their own.
 
-The names of the nodes are addresses of the loopback interface, so that nodes reach each other by name, as on a
-cluster. All nodes are this machine: a node that is lost loses its slurmd and all its processes, not its files."""
+The names of the nodes are addresses of the loopback interface, so that nodes reach each other by name, as on
+a cluster. All nodes are this machine: a lost node loses its slurmd and its processes, but no files."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from typing import Any
 from tests.support.buckets import free_ports
 from tests.support.jobs import ROOT
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 NUM_NODES = 3
-GRACE_TIME_S = 30
-# cred_expire: a requeued job waits that long, 120 s by default. KillWait: seconds from SIGTERM to SIGKILL.
+NUM_JOBS = 12
+# cred_expire: a requeued job waits so many seconds, 120 by default. JobRequeue=0: only jobs that ask for it
+# are requeued. FirstJobId: multinode.slurm computes a port from it.
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -48,25 +49,26 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SchedulerParameters=sched_interval=1,bf_interval=1
 ReturnToService=2
-KillWait=10
+JobRequeue=0
+FirstJobId={job}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 NodeName=127.0.0.[1-{nodes}] NodeAddr=127.0.0.[1-{nodes}] NodeHostname={host} Port={first}-{last} CPUs=2
-PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime={grace_s}
+PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=30
 PartitionName=high Nodes=ALL PriorityTier=2
 """
 
 
 class Cluster:
-    """The daemons and commands of a cluster whose files are in `folder`. Commands run in the repository's root."""
+    """The daemons and commands of a cluster with files in `folder`. Commands run in the repository's root."""
 
     def __init__(self, folder: Path):
         self.folder, self.conf = folder, folder / "slurm.conf"
         self._daemons: dict[str, subprocess.Popen] = {}
-        port = free_ports(NUM_NODES + 1)
+        port = free_ports(NUM_NODES + 1 + NUM_JOBS)
         text = CONFIGURATION.format(
             host=socket.gethostname().partition(".")[0], folder=folder, user=getuser(), nodes=NUM_NODES,
-            port=port, first=port + 1, last=port + NUM_NODES, grace_s=GRACE_TIME_S,
+            port=port, first=port + 1, last=port + NUM_NODES, job=port + NUM_NODES + 1 - 20_000,
         )  # fmt: skip
         self.conf.write_text(text)
 
@@ -90,19 +92,17 @@ class Cluster:
         self._run("slurmd", "-D", "-N", node, name=node)
 
     def lose_node(self, node: str) -> None:
-        """Kill all processes of a node at once, then tell slurmctld that the node is down, which it would find out
-        by itself after SlurmdTimeout, 300 s by default."""
+        """Kill all processes of a node, then tell slurmctld that the node is down, which it would find out by
+        itself after SlurmdTimeout, 300 s by default."""
         daemon = self._daemons.pop(node)
         kill([daemon.pid, *self._processes(node)])
         daemon.wait()
         self.command("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
 
     def command(self, *words: str, **environment: str) -> str:
-        """What a command of Slurm prints. Raises CalledProcessError."""
-        done = subprocess.run(
-            words, env=os.environ | {"SLURM_CONF": str(self.conf)} | environment, cwd=ROOT, capture_output=True,
-            text=True, check=False,
-        )  # fmt: skip
+        """What a command of Slurm prints. Raises AssertionError if it fails."""
+        env = os.environ | {"SLURM_CONF": str(self.conf)} | environment
+        done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr + self.logs()
         return done.stdout
 
@@ -117,6 +117,10 @@ class Cluster:
         """Fields of a job, such as JobState, Restarts, ExitCode and NodeList."""
         text = self.command("scontrol", "--oneliner", "show", "job", number)
         return dict(re.findall(r"(\S+?)=(\S*)", text))
+
+    def hosts(self, nodes: str) -> list[str]:
+        """The nodes of a list in Slurm's form, such as 127.0.0.[1-2]."""
+        return self.command("scontrol", "show", "hostnames", nodes).split()
 
     def logs(self) -> str:
         """The last lines of each daemon's log."""
@@ -148,10 +152,9 @@ class Cluster:
         """The processes of jobs on a node and the slurmstepds above them, which are no children of slurmd."""
         marks = {f"SLURM_CONF={self.conf}".encode(), f"SLURMD_NODENAME={node}".encode()}
         tasks = {pid for pid in _all_processes() if marks <= set(_read(pid, "environ").split(b"\0"))}
-        above = {
-            int(_read(pid, "stat").rpartition(b")")[2].split()[1]) for pid in tasks if _read(pid, "stat")
-        }
-        return tasks | {pid for pid in above if _read(pid, "cmdline").startswith(b"slurmstepd")}
+        stats = [_read(pid, "stat").rpartition(b")")[2].split() for pid in tasks]
+        parents = {int(fields[1]) for fields in stats if fields}
+        return tasks | {pid for pid in parents if _read(pid, "cmdline").startswith(b"slurmstepd")}
 
 
 def _all_processes() -> list[int]:
