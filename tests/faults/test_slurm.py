@@ -155,16 +155,19 @@ def test_the_time_limit_saves_and_requeues(run: Run, slurm: Cluster, undisturbed
     assert run.log.count("titanlite: SIGUSR1: finishing this step and saving") == 1
 
 
-def test_a_preempted_job_saves_in_its_grace_time_and_continues(
-    run: Run, slurm: Cluster, undisturbed: Run
+@pytest.mark.parametrize(("partition", "requeued_by_script"), [("low", True), ("ungraceful", False)])
+def test_a_preempted_job_saves_and_continues(
+    run: Run, slurm: Cluster, undisturbed: Run, partition: str, requeued_by_script: bool
 ) -> None:
-    run.submit(NO_SAVES).reaches(3)
+    """Without a GraceTime of the partition, Slurm sends SIGKILL KillWait after SIGTERM, and requeues the job."""
+    run.submit(NO_SAVES, options=(f"--partition={partition}",)).reaches(3)
     other = slurm.command("sbatch", "--parsable", "--partition=high", "--nodes=3", "--wrap=sleep 1").strip()
     run.until(lambda: slurm.job(other)["JobState"] == "COMPLETED")
     assert run.state()["JobState"] == "PENDING"
     step = assert_continued(run, undisturbed)
     assert ("saved", step) in run.events
     assert not took_steps_twice(run)
+    assert ("stopped and saved; requeueing" in run.log) == requeued_by_script
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -55,6 +55,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 NodeName=127.0.0.[1-{nodes}] NodeAddr=127.0.0.[1-{nodes}] NodeHostname={host} Port={first}-{last} CPUs=2
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=30
+PartitionName=ungraceful Nodes=ALL PriorityTier=1 GraceTime=0
 PartitionName=high Nodes=ALL PriorityTier=2
 """
 
