@@ -159,9 +159,10 @@ def test_the_time_limit_saves_and_requeues(run: Run, slurm: Cluster, undisturbed
 def test_a_preempted_job_saves_and_continues(
     run: Run, slurm: Cluster, undisturbed: Run, partition: str, requeued_by_script: bool
 ) -> None:
-    """Without a GraceTime of the partition, Slurm sends SIGKILL KillWait after SIGTERM, and requeues the job."""
+    """Without a GraceTime, Slurm sends SIGKILL KillWait after SIGTERM, and requeues the job itself."""
     run.submit(NO_SAVES, options=(f"--partition={partition}",)).reaches(3)
-    other = slurm.command("sbatch", "--parsable", "--partition=high", "--nodes=3", "--wrap=sleep 1").strip()
+    words = ("--parsable", "--partition=high", "--nodes=3", "--output=/dev/null", "--wrap=sleep 1")
+    other = slurm.command("sbatch", *words).strip()
     run.until(lambda: slurm.job(other)["JobState"] == "COMPLETED")
     assert run.state()["JobState"] == "PENDING"
     step = assert_continued(run, undisturbed)
