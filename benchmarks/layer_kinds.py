@@ -37,20 +37,21 @@ LENGTHS = {8192: (4, False), 65_536: (1, True)}  # sequences in a batch, and whe
 
 def windows(options: argparse.Namespace) -> dict[str, Any]:
     """Both kinds of model, in turns. Returns medians, their ratio and the raw reports."""
-    options.config = options.config or "gemma3_1b"
+    options.config = options.config or "gemma3_1b.toml"
+    overrides = batch_of(1, options.seq_len or 32_768)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in WINDOWS}
     for _ in range(options.rounds):
         for name, fields in WINDOWS.items():
-            keys = [*batch_of(1, options.seq_len or 32_768), f"--model.overrides={fields}"]
-            runs[name].append(measure(options, keys))
+            runs[name].append(measure(options, [*overrides, f"--model.overrides={fields}"]))
             print(json.dumps({"model": name, **medians(runs[name][-1:], "titanlite")}), flush=True)
     shown = {name: medians(done, "titanlite") for name, done in runs.items()}
-    return {"medians": shown, "ratio": shown["windows"][TPS] / shown["full"][TPS], "runs": runs}
+    ratio = shown["windows"][TPS] / shown["full"][TPS]
+    return {"overrides": overrides, "medians": shown, "ratio": ratio, "runs": runs}
 
 
 def delta(options: argparse.Namespace) -> dict[str, Any]:
     """titanlite and the plain loop, in turns, for each length. Returns medians, ratios, raw reports."""
-    options.config = options.config or "qwen3_5_0_8b"
+    options.config = options.config or "qwen3_5_0_8b.toml"
     result = {}
     for seq_len in [options.seq_len] if options.seq_len else LENGTHS:
         batch, is_checkpointed = LENGTHS[seq_len]

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import same_bits  # noqa: E402
+from benchmarks import layer_kinds, same_bits  # noqa: E402
 from titanlite.job import load_job  # noqa: E402
 from titanlite.lab.cards import CARDS, GIB, Cluster  # noqa: E402
 from titanlite.lab.memory import rank_memory  # noqa: E402
@@ -107,6 +107,9 @@ def _cases(name: str, result: dict[str, Any]) -> Iterator[tuple[str, list[str], 
     if name.startswith("same_bits_") and "medians" in result:
         for case, medians in result["medians"].items():
             yield case, [*given, *same_bits.VARIANTS[case]], medians
+    elif name.startswith("windows_"):
+        for case, medians in result["medians"].items():
+            yield case, [*given, f"--model.overrides={layer_kinds.WINDOWS[case]}"], medians
     elif "medians" in result:
         yield "", [*given, *(FREES if name in FREED else [])], result["medians"]
     elif name == "activation_checkpointing_h200":

@@ -302,3 +302,25 @@ def test_the_other_node_goes_on_alone(start: Any, whole: Job) -> None:
     assert [row["data/batch_sha"] for row in ours] == [row["data/batch_sha"] for row in theirs]
     for a, b in zip(ours, theirs):
         assert a["train/loss"] == pytest.approx(b["train/loss"], abs=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_sigterm_to_one_node_saves_and_ends_all_with_75(start: Any, stopped: int) -> None:
+    """As when Kubernetes evicts one of several pods: each of them must be started again."""
+    common = {
+        "NNODES": "2",
+        "RDZV_ENDPOINT": f"localhost:{free_port()}",
+        "MAX_RESTARTS": "3",
+        "STEP_S": "0.4",
+    }
+    nodes = [
+        start(NODE_RANK=str(number), PET_RDZV_CONF=f"is_host={number == 0}", STEP_S="0.4", **common)
+        for number in (0, 1)
+    ]
+    nodes[0].until(lambda: nodes[0].step >= 1)
+    nodes[stopped].launcher.terminate()
+    assert [node.end() for node in nodes] == [75, 75], [node.log for node in nodes]
+    assert nodes[0].saved == [nodes[0].step]
+    assert nodes[0].step < STEPS
+    assert nodes[0].starts == ["0 0", "1 0"]

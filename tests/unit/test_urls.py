@@ -28,7 +28,7 @@ KEYS = {
 }  # fmt: skip
 OPTIONS = {
     ("generate", "path"), ("export", "path"), ("export", "target"), ("import", "source"),
-    ("import", "target"), ("compare", "runs"), ("report", "runs"),
+    ("import", "target"), ("compare", "runs"), ("report", "runs"), ("plan", "measured_run"),
 }  # fmt: skip
 
 
