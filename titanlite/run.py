@@ -3,6 +3,7 @@ checkpoints, and the end of the run."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ from titanlite.metrics.weights_digest import WeightsDigest
 from titanlite.optim.ema import WeightAverage
 from titanlite.parallel.clip import Clipper
 from titanlite.parallel.sharded_model import ShardedModel
+from titanlite.runtime.environment import restart_began
 from titanlite.runtime.runtime import Runtime
 from titanlite.runtime.signals import Stopped, StopRequests
 from titanlite.start import Parts
@@ -157,7 +159,14 @@ class Run:
 
     def first_step_done(self) -> None:
         """Shorten the timeout of collectives and prepare the first save, now that the step is compiled and
-        its memory allocated."""
+        its memory allocated. After a restart, report the time since the failure."""
+        if (began := restart_began()) is not None:
+            self.rt.synchronize()
+            seconds = time.monotonic() - began
+            logger.info(
+                f"step {self.state.step} is done, {seconds:.1f} s after a rank failed or the nodes changed"
+            )
+            self.meter.sinks.event(self.state.step, "recovered", {"seconds": round(seconds, 3)})
         self.rt.first_step_done()
         self.checkpoints.warm_up(self.state)
 

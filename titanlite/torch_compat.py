@@ -1,5 +1,5 @@
 """Private and version-dependent APIs of torch and torchao. Other modules do not use such APIs, except
-runtime/agent.py and runtime/rendezvous.py, which subclass torch's agent and rendezvous.
+runtime/agent.py, runtime/forked_ranks.py and runtime/rendezvous.py, which subclass classes of torchrun.
 
 Each function wraps one name that may be renamed or changed without notice, and its docstring states the
 behaviour that titanlite relies on. tests/unit/test_torch_compat.py has a test per function, which fails when

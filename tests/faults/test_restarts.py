@@ -7,7 +7,10 @@ torchrun's timeouts are shortened by PET_RDZV_CONF, from which it reads its opti
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -31,11 +34,11 @@ STEPS = 8
 
 @pytest.fixture
 def start(tmp_path: Path, corpus: Path) -> Iterator[Callable[..., Node]]:
-    """`start(*arguments, **environment)`: a Node that is closed at the end of the test."""
+    """`start(*arguments, folder=..., **environment)`: a Node that is closed at the end of the test."""
     nodes: list[Node] = []
 
-    def one(*arguments: str, **environment: str) -> Node:
-        nodes.append(Node(tmp_path, corpus, arguments, environment))
+    def one(*arguments: str, folder: Path = tmp_path, **environment: str) -> Node:
+        nodes.append(Node(folder, corpus, arguments, environment))
         return nodes[-1]
 
     yield one
@@ -58,13 +61,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
 
 
 @pytest.mark.full
-def test_sigterm_to_the_launcher_waits_for_the_save_and_nothing_is_restarted(start: Any) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
+def test_a_launcher_that_is_told_to_stop_waits_for_the_save_and_restarts_nothing(
+    start: Any, number: int
+) -> None:
     """The commit takes three seconds; torchrun would kill the ranks after one (PET_SHUTDOWN_TIMEOUT)."""
     node = start(NGPU="2", MAX_RESTARTS="2", STEP_S="0.3", COMMIT_S="3", PET_SHUTDOWN_TIMEOUT="1")
     node.until(lambda: node.step >= 1)
     began = time.monotonic()
-    node.launcher.terminate()
+    node.launcher.send_signal(number)
     assert node.end() == 75, node.log
+    assert not node.processes()
     assert time.monotonic() - began > 3
     assert node.saved == [node.step]
     assert node.step < STEPS
@@ -101,7 +108,7 @@ def test_sigterm_while_waiting_for_nodes_after_a_crash_is_75(start: Any) -> None
         PET_RDZV_CONF=f"{SOON},last_call_timeout=2",
     )  # fmt: skip
     node.until(lambda: node.starts)
-    node.until(lambda: node.processes() == [node.launcher.pid])
+    node.until(lambda: not node.ranks())
     time.sleep(0.5)  # most likely it waits; if it does not yet, it must not start the ranks
     node.launcher.terminate()
     assert node.end() == 75, node.log
@@ -156,7 +163,49 @@ def test_a_killed_rank_is_restarted_and_the_run_equals_one_that_was_not(
     assert not list(node.scratch.glob("titanlite-*")), "the launcher's folder is left"
     assert not list(node.scratch.glob("torchelastic*"))
     assert node.log.count("step 8/8") == 1
+    assert [event["step"] for event in recoveries(node.job)] == [5]
     assert_same(node.job, uninterrupted(tmp_path, corpus, num_ranks))
+
+
+@pytest.mark.full
+def test_ranks_do_not_need_the_process_that_has_forked_them(start: Any) -> None:
+    node = start(MAX_RESTARTS="1", KILL="0 0 5", STEP_S="0.3")
+    node.until(lambda: node.step >= 1)
+    os.kill(before := node.fork_server(), signal.SIGKILL)
+    node.until(lambda: recoveries(node.job))
+    assert "titanlite: the process that forks ranks has ended with exit code -9; starting another" in node.log
+    assert node.fork_server() != before
+    assert node.end() == 0, node.log
+    assert node.starts == ["0 0", "0 1"]
+    assert not node.processes()
+
+
+@pytest.mark.full
+def test_a_restart_with_forked_ranks_takes_less_than_half_the_time_of_one_with_new_programs(
+    start: Any, tmp_path: Path
+) -> None:
+    """Of the rest, the ranks' group, the data and the checkpoint take most."""
+
+    def restart_s(name: str, **environment: str) -> float:
+        (folder := tmp_path / name).mkdir()
+        node = start("--checkpoint.interval=1", folder=folder, NGPU="2", MAX_RESTARTS="1", KILL="1 0 5",
+                     STEP_S="0.2", **environment)  # fmt: skip
+        assert node.end() == 0, node.log
+        assert not node.processes()
+        (event,) = recoveries(node.job)
+        return event["seconds"]
+
+    forked, new = restart_s("forked"), restart_s("new", SPAWN="1")
+    print(
+        f"from the failure to the next step: {forked:.1f} s with forked ranks, {new:.1f} s with new programs"
+    )
+    assert forked < new / 2
+
+
+def recoveries(job: Job) -> list[dict[str, Any]]:
+    """The events that tell how long restarts took."""
+    events = map(json.loads, (job.folder / "events.jsonl").read_text().splitlines())
+    return [event for event in events if event["event"] == "recovered"]
 
 
 LAST_LINES = {
@@ -180,7 +229,8 @@ def test_the_rank_that_fails_or_leaves_first_is_blamed(start: Any, how: str) -> 
 def test_a_killed_launcher_leaves_nothing_behind(start: Any) -> None:
     node = start("--data.num_workers=1", MAX_RESTARTS="1", STEP_S="1")
     node.until(lambda: node.step >= 1)
-    assert len(node.processes()) == 3, "a launcher, a rank, and its worker"
+    assert len(node.ranks()) == 2, "a rank and its worker"
+    assert len(node.processes()) == 4, "these, the launcher and its fork server"
     node.launcher.kill()
     node.until(lambda: not node.processes(), timeout_s=300)
     assert node.step < STEPS
@@ -232,7 +282,7 @@ def worlds(node: Node) -> list[int]:
 @pytest.mark.full
 def test_a_node_that_comes_back_is_waited_for(start: Any, whole: Job) -> None:
     first, again = two_nodes(start, "2")
-    first.until(lambda: first.processes() == [first.launcher.pid])
+    first.until(lambda: not first.ranks())
     second = again()
     assert first.end() == 0, first.log + second.log
     assert second.end() == 0, second.log

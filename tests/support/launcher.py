@@ -35,6 +35,10 @@ if "RANK" in os.environ:  # not in the launcher, which reads the job, too
     with open("STARTS", "a") as f:
         f.write(me + "\\n")
     seconds("IMPORT_S")
+elif "SPAWN" in os.environ:
+    from titanlite.runtime.fork_server import ForkServer
+
+    ForkServer.fork = lambda *args: None
 
 END = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -115,8 +119,28 @@ class Node:
         """The saved steps."""
         return [step for step, _ in list_committed(self.job.folder / "checkpoint")]
 
+    def ranks(self) -> list[int]:
+        """Ranks and their loader workers that are alive."""
+        return self._running("titanlite.cli", "train")
+
+    def fork_server(self) -> int:
+        """The process from which the launcher forks ranks."""
+        (pid,) = self._running("titanlite.tools.fork_server")
+        return pid
+
+    def _running(self, *words: str) -> list[int]:
+        """The processes of `python -m WORDS...`, as ps shows them."""
+        command = "\0".join(("", "-m", *words, "")).encode()
+
+        def runs(pid: int) -> bool:
+            with suppress(OSError):
+                return command in Path(f"/proc/{pid}/cmdline").read_bytes()
+            return False
+
+        return [pid for pid in self.processes() if runs(pid)]
+
     def processes(self) -> list[int]:
-        """Launcher, ranks and loader workers that are alive."""
+        """Launcher, fork server, ranks and loader workers that are alive."""
 
         def ours(pid: str) -> bool:
             try:

@@ -11,7 +11,8 @@ from titanlite.report.charts import short
 RESTARTS = ("started", "resumed", "rewound")  # events after which later steps are trained again
 VERBS = {
     "resumed": "resumed after step", "rewound": "rewound to step", "skipped": "skipped step",
-    "accepted": "accepted an outlier, step", "spike": "spike detected at step", "ended": "ended after step",
+    "accepted": "accepted an outlier, step", "spike": "spike detected at step",
+    "recovered": "recovered from a failure, step", "ended": "ended after step",
 }  # fmt: skip
 # Fields of an event in words: name, unit of a number. A field without an entry is shown under its own name.
 WORDS = {
@@ -26,6 +27,7 @@ WORDS = {
     "height": ("median loss since is higher by", "nats"),
     "from_step": ("from step", ""),
     "rewinds": ("rewind number", ""),
+    "seconds": ("time since the failure", "s"),
 }
 MAX_CHARACTERS = 300  # of one text
 

@@ -21,12 +21,13 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from titanlite.errors import PEER_ERRORS, TRACEBACK
 from titanlite.log import tell, write_error
-from titanlite.runtime.environment import set_notes_folder
+from titanlite.runtime.environment import set_notes_folder, set_restart_began
 from titanlite.runtime.hang import describe_hang, name_ranks
 from titanlite.runtime.signals import AGAIN_S, END, SAVE, STOP, Stopped, handled_signals
 
 FINAL_CODES = {2, 3, 4, Stopped.exit_code}  # exit codes that a restart would only repeat
 MARGIN_S = 2.0  # seconds before the end of the grace period at which the launcher ends the ranks
+END_S = 5  # seconds in which the other ranks end after a failure; one that waits in a kernel of NCCL cannot
 ANSWER_S = 3.0  # seconds in which the other ranks' collectives fail, too, after the first one timed out
 
 
@@ -114,6 +115,7 @@ class Agent(LocalElasticAgent):
     _stop_at: float | None = None
     _ended_at: float | None = None
     _notes: Path | None = None
+    _failed_at: float | None = None
     _exit_code = 1
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -132,7 +134,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._stop_at is not None:
             raise Stopped("stopped before the ranks were started again; nothing is lost")
-        self._ended = {}
+        self._ended, self._failed_at = {}, None
         self._notes = Path(tempfile.mkdtemp(dir=self._logs_specs.root_log_dir))
         set_notes_folder(str(self._notes))
         for worker in worker_group.workers:  # the rank deletes it when its work is done
@@ -149,6 +151,10 @@ class Agent(LocalElasticAgent):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP, *SAVE))
         return pids
 
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        set_restart_began(self._failed_at or time.monotonic())  # now: another node was lost, or joins
+        super()._restart_workers(worker_group)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._look()
         if self._grace_is_over():
@@ -159,7 +165,9 @@ class Agent(LocalElasticAgent):
         if any(ending.left_early for ending in endings):  # the other ranks might wait minutes for this rank
             result = RunResult(WorkerState.FAILED)
         elif any(self._ended.values()) or len(self._ended) == len(worker_group.workers):
-            result = super()._monitor_workers(worker_group)  # ends the other ranks, if one has failed
+            assert self._pcontext is not None
+            self._pcontext.close(signal.SIGTERM, END_S)  # torch would wait 30 s
+            result = super()._monitor_workers(worker_group)
             endings = self._endings(worker_group)
         else:
             return RunResult(WorkerState.HEALTHY)
@@ -218,6 +226,7 @@ class Agent(LocalElasticAgent):
         for local_rank, code in self._codes().items():
             if code is not None:
                 self._ended.setdefault(local_rank, code)
+                self._failed_at = self._failed_at or time.monotonic()
 
     def _codes(self) -> dict[int, int | None]:
         handlers = getattr(self._pcontext, "subprocess_handlers", {})

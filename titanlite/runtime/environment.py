@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ from titanlite.config.component import ConfigError
 LAUNCHER_PID = "TITANLITE_LAUNCHER_PID"
 _TUNE_PID = "TITANLITE_TUNE_PID"
 NOTES = "TITANLITE_NOTES"
+_RESTART_BEGAN = "TITANLITE_RESTART_BEGAN"
 MAX_CONNECTED = 256  # ranks that gloo connects with each other at the start
 
 
@@ -102,9 +105,41 @@ def notes_folder() -> str | None:
     return os.environ.get(NOTES) or None
 
 
+@contextmanager
+def asking_nvml() -> Iterator[None]:
+    """In the body, torch finds out by NVML whether there are GPUs: after a question to CUDA, a process that
+    is forked from this one could not use CUDA. What modules of the body set in the environment is forgotten,
+    such as a compile cache, which would count as the user's choice."""
+    before = dict(os.environ)
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def replace_environment(environment: Mapping[str, str]) -> None:
+    """Called by a rank that was forked: its environment is the one that the launcher has for it."""
+    os.environ.clear()
+    os.environ.update(environment)
+
+
 def set_notes_folder(folder: str) -> None:
     """Called by the launcher: the notes folder of the ranks that it starts next."""
     os.environ[NOTES] = folder
+
+
+def set_restart_began(seconds: float) -> None:
+    """Called by the launcher: time.monotonic() when it saw the failure after which it starts ranks again."""
+    os.environ[_RESTART_BEGAN] = str(seconds)
+
+
+def restart_began() -> float | None:
+    """time.monotonic() when this rank's launcher saw the failure after which it has started this rank; None
+    at the first start. The clock is one for all processes of a machine."""
+    seconds = os.environ.get(_RESTART_BEGAN)
+    return float(seconds) if seconds else None
 
 
 def flight_record_prefix(folder: str) -> str:

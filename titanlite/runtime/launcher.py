@@ -10,7 +10,6 @@ import argparse
 import logging
 import secrets
 import signal
-import sys
 import tempfile
 from collections.abc import Sequence
 
@@ -27,6 +26,8 @@ from torch.distributed.launcher import api as launcher
 from titanlite.log import tell
 from titanlite.runtime import rendezvous
 from titanlite.runtime.agent import Agent, RanksFailed
+from titanlite.runtime.fork_server import ForkServer
+from titanlite.runtime.forked_ranks import RANK, forked_by
 from titanlite.runtime.signals import handled_signals
 
 # Exit code and message for each error with which torch's rendezvous of several nodes ends.
@@ -47,9 +48,12 @@ NOT_MET = {
 }
 
 
-def start_ranks(options: argparse.Namespace, words: Sequence[str]) -> int:
+def start_ranks(options: argparse.Namespace, words: Sequence[str], server: ForkServer | None = None) -> int:
     """Run the command `titanlite WORDS` on every rank of this node. Returns the exit code. `options`: from
-    launch_arguments. Call prepare_to_launch before."""
+    launch_arguments. `server`: forks the ranks; None: each rank is a new program. Call prepare_to_launch
+    before."""
+    if server is not None:
+        server.wait_until_ready()  # here signals are heeded, but not while ranks are started
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # the agent reports a failure in one line instead
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -66,10 +70,11 @@ def start_ranks(options: argparse.Namespace, words: Sequence[str]) -> int:
             f"--signals-to-handle={','.join(handled)}",
         ]
         # torchrun replaces $variables in the command.
-        command = [sys.executable, "-u", "-m", "titanlite.cli", *(word.replace("$", "$$") for word in words)]
+        command = [*RANK, *(word.replace("$", "$$") for word in words)]
         try:
             arguments += _meeting(options)
-            torchrun.run(torchrun.parse_args([*arguments, "--no-python", *command]))
+            with forked_by(server):
+                torchrun.run(torchrun.parse_args([*arguments, "--no-python", *command]))
         except RanksFailed as failed:
             return failed.exit_code
         except rendezvous.NotReached as error:

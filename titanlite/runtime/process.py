@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from titanlite.config.component import ConfigError
 from titanlite.runtime.environment import notes_folder, place, set_deterministic_defaults
+from titanlite.runtime.signals import was_told_to_end
 
 
 def world_size() -> int:
@@ -57,8 +58,9 @@ def leave(code: int) -> NoReturn:
         with suppress(OSError):  # the reader of a pipe may be gone
             stream.flush()
     with suppress(ConfigError):
-        if code == 1 and world_size() > 1:
-            time.sleep(2)  # another rank probably failed first; let the launcher see its exit code
+        if code == 1 and world_size() > 1 and not was_told_to_end():
+            # Another rank probably failed first. The launcher, when it has seen this, ends this rank.
+            time.sleep(2)
     os._exit(code)
 
 

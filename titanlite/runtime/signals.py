@@ -26,6 +26,8 @@ SAVE = (signal.SIGUSR2,)
 AGAIN_S = 3.0  # seconds; a launcher and a terminal may both send the signal of one Ctrl-C
 LOOK_S = 1.0  # seconds between two looks for the STOP file
 
+_told_to_end: list[signal.Signals] = []  # the signals of END that this process has got
+
 
 class Stopped(BaseException):
     """The run was asked to stop and takes no further step. The message says where it stopped.
@@ -95,6 +97,7 @@ class StopRequests:
         now, name = time.monotonic(), signal.Signals(number).name
         self._name = name
         if number in END:
+            _told_to_end.append(signal.Signals(number))
             if self._ended_at is not None and now - self._ended_at > AGAIN_S:
                 _say(f"{name} again: quitting without saving")
                 signal.signal(number, signal.SIG_DFL)
@@ -114,6 +117,11 @@ class StopRequests:
                 f"{name}: finishing this step and saving; "
                 f"repeat it after {AGAIN_S:.0f} s to quit without saving"
             )
+
+
+def was_told_to_end() -> bool:
+    """Whether this process has got a signal of END."""
+    return bool(_told_to_end)
 
 
 def _say(text: str) -> None:

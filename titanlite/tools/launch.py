@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.runtime.environment import prepare_to_launch
+from titanlite.runtime.fork_server import fork_server
 from titanlite.runtime.notices import stop_at_notice
 from titanlite.runtime.parent import stop_with_tune
 from titanlite.runtime.signals import stop_requests
@@ -31,11 +32,13 @@ def main(argv: Sequence[str]) -> int:
         with stop_at_notice(options.notice):
             return train.main([path, *overrides])
     prepare_to_launch(options.nproc_per_node)
-    from titanlite.runtime.launcher import start_ranks
+    words = ["train", path, *overrides]
+    with fork_server(words) as server:  # it imports while this process does
+        from titanlite.runtime.launcher import start_ranks
 
-    _check_job(options, path, overrides)
-    with stop_requests(), stop_at_notice(options.notice):
-        return start_ranks(options, ["train", path, *overrides])
+        _check_job(options, path, overrides)
+        with stop_requests(), stop_at_notice(options.notice):
+            return start_ranks(options, words, server)
 
 
 def _check_job(options: Namespace, path: str, overrides: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
@@ -90,3 +91,16 @@ def failing_save() -> Iterator[None]:
         error = RuntimeError("no save\nsecond line")
         patch.setattr(Checkpointer, "save", Mock(side_effect=error))
         yield
+
+
+def test_the_first_step_after_a_restart_tells_how_long_it_took(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TITANLITE_RESTART_BEGAN", str(time.monotonic() - 100))
+    job = make_job(tmp_path, corpus, "--training.steps=2", "--checkpoint.enable=false")
+    assert train(job) == 0
+    (event,) = [event for event in events_in(job.folder) if event["event"] == "recovered"]
+    assert event["step"] == 1
+    assert 100 < event["seconds"] < 200
+    line = f"step 1 is done, {event['seconds']:.1f} s after a rank failed or the nodes changed\n"
+    assert line in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from titanlite.runtime import agent
 from titanlite.runtime.agent import Agent, Ending, RanksFailed, blame
-from titanlite.runtime.environment import NOTES
+from titanlite.runtime.environment import _RESTART_BEGAN, NOTES
 from titanlite.runtime.rendezvous import OneNode
 from titanlite.runtime.signals import SAVE, STOP, handled_signals
 
@@ -133,6 +135,30 @@ def test_a_rank_that_is_told_to_end_after_a_crash_does_not_stop_the_restart(laun
     assert code == 1
     assert starts() == 4
     assert said.splitlines()[-1].startswith("rank 1 was ended by SIGKILL")
+
+
+def test_a_restarted_rank_knows_when_the_failure_was_seen(
+    launch: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(_RESTART_BEGAN, "")  # restored after the agent has set it
+    began = time.monotonic()
+    launch("echo $TITANLITE_RESTART_BEGAN >> began-$RANK; sleep 0.2; exit 1", 1)
+    for rank in range(2):
+        first, second = Path(f"began-{rank}").read_text().splitlines()
+        assert first == ""
+        assert began + 0.2 < float(second) < time.monotonic() - 0.2, "before the second start"
+
+
+def test_a_rank_that_cannot_end_is_killed_soon_after_a_failure(
+    launch: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits in a kernel of NCCL; torchrun waits for it for 30 s."""
+    monkeypatch.setattr(agent, "END_S", 1)
+    began = time.monotonic()
+    stuck = f"{{ trap '' TERM; : > ready; {UNTIL_ENDED}; }}"
+    code, said = launch(f"[ $RANK = 0 ] && {stuck}; until [ -e ready ]; do sleep 0.02; done; exit 7")
+    assert (code, said) == (7, "rank 1 ended with exit code 7; its message is above")
+    assert time.monotonic() - began < 20
 
 
 def test_nohup_is_heeded(launch: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

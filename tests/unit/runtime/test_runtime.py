@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 import weakref
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from tests.support.jobs import make_job
 from titanlite.metrics.meter import Meter
+from titanlite.runtime import process, signals
 from titanlite.runtime.environment import NOTES
 from titanlite.runtime.process import reporting_to_launcher
 from titanlite.runtime.runtime import Runtime
@@ -113,3 +115,18 @@ def test_a_rank_that_fails_says_so_before_it_waits(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv(NOTES, str(tmp_path))
     Runtime.note_error(SimpleNamespace(rank=3, world_size=1), ValueError("gone"))  # type: ignore[arg-type]
     assert (tmp_path / "rank-3").read_text() == "ValueError: gone"
+
+
+@pytest.mark.parametrize(("told", "waits"), [([], [2]), ([signal.SIGTERM], [])])
+def test_a_rank_that_failed_waits_until_the_launcher_tells_it_to_end(
+    monkeypatch: pytest.MonkeyPatch, told: list[int], waits: list[int]
+) -> None:
+    """It has probably lost another rank; the launcher sees that rank's end in the meantime."""
+    slept: list[float] = []
+    monkeypatch.setattr(process.time, "sleep", slept.append)
+    monkeypatch.setattr(process.os, "_exit", sys.exit)
+    monkeypatch.setattr(signals, "_told_to_end", told)
+    monkeypatch.setattr(process, "world_size", lambda: 2)
+    with pytest.raises(SystemExit):
+        process.leave(1)
+    assert slept == waits

@@ -20,7 +20,7 @@ from titanlite.log import logger
 from titanlite.metrics.sinks.run_id import identify
 
 Values = Mapping[str, Any]  # metric name: int, float or str
-Event = Literal["resumed", "skipped", "accepted", "spike", "rewound", "saved", "ended"]
+Event = Literal["resumed", "skipped", "accepted", "spike", "rewound", "saved", "recovered", "ended"]
 ALL_DONE, STOPPED = "all steps are done", "asked to stop"  # reasons of `ended`; others are errors
 Table = Literal["parameters", "probe", "expert_loads"]
 
@@ -76,10 +76,10 @@ class Writer:
         records of later steps), `skipped` (the update of `step` was not applied), `accepted` (`step` is an
         outlier and was applied, because too many in a row had been skipped), `spike` (the loss has spiked,
         which was detected at `step`), `saved` (the checkpoint of `step` is complete; with asynchronous saves
-        this comes some steps later), `ended` (the process ends after `step`, with the reason `all steps are
-        done`, `asked to stop` or an error; a process that is killed does not say so). `about`: numbers and
-        texts that explain the event, such as loss, grad_norm, first_sequence, last_sequence and reason; may
-        be empty."""
+        this comes some steps later), `recovered` (`step` is the first one after the launcher has started the
+        ranks again), `ended` (the process ends after `step`, with the reason `all steps are done`, `asked to
+        stop` or an error; a process that is killed does not say so). `about`: numbers and texts that explain
+        the event, such as loss, first_sequence, last_sequence, reason and seconds; may be empty."""
 
     def table(self, step: int, kind: Table, values: Values) -> None:
         """Take a table of one step, whose values are too many for metrics: `parameters`, norm of gradient,
