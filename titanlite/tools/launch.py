@@ -4,21 +4,26 @@ The job is loaded and checked before any rank begins, so that a mistake is repor
 
 from __future__ import annotations
 
+import shutil
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
-from titanlite.runtime.environment import prepare_to_launch
+from titanlite.runtime.environment import prepare_to_launch, shared_memory
 from titanlite.runtime.fork_server import fork_server
 from titanlite.runtime.notices import stop_at_notice
 from titanlite.runtime.parent import stop_with_tune
-from titanlite.runtime.signals import stop_requests
+from titanlite.runtime.signals import Stopped, stop_requests
 from titanlite.tools.verbs import launch_arguments
 
 if TYPE_CHECKING:
     from titanlite.job import Job
+
+# After a crash and after a signal to stop, the same command may come back to this node, and continues from the
+# copies of the state in its memory. All other exit codes end the run on this node.
+RESUMABLE = {1, Stopped.exit_code}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,12 +41,17 @@ def main(argv: Sequence[str]) -> int:
     with fork_server(words) as server:  # it imports while this process does
         from titanlite.runtime.launcher import start_ranks
 
-        _check_job(options, path, overrides)
+        job = _check_job(options, path, overrides)
         with stop_requests(), stop_at_notice(options.notice):
-            return start_ranks(options, words, server)
+            exit_code = start_ranks(options, words, server)
+    if exit_code not in RESUMABLE:
+        from titanlite.checkpoint.memory import memory_folder
+
+        shutil.rmtree(memory_folder(shared_memory(), job.folder), ignore_errors=True)
+    return exit_code
 
 
-def _check_job(options: Namespace, path: str, overrides: Sequence[str]) -> None:
+def _check_job(options: Namespace, path: str, overrides: Sequence[str]) -> Job:
     """Load the job, with the user's components, and check it for each number of nodes that may train it.
     Raises ConfigError."""
     from titanlite.job import load_job
@@ -53,6 +63,7 @@ def _check_job(options: Namespace, path: str, overrides: Sequence[str]) -> None:
         job.check_folders()
     except ConfigError as e:
         raise toml.read(path, overrides)[1].located(e) from None
+    return job
 
 
 def _check_nodes(job: Job, options: Namespace, nodes: int) -> None:
