@@ -21,9 +21,9 @@ from titanlite.tools.verbs import launch_arguments
 if TYPE_CHECKING:
     from titanlite.job import Job
 
-# After a crash and after a signal to stop, the same command may come back to this node, and continues from the
-# copies of the state in its memory. All other exit codes end the run on this node.
-RESUMABLE = {1, Stopped.exit_code}
+# After a crash, lack of memory and a signal to stop, the same command may come back to this node and continue
+# from the copies of the state in its memory. All other exit codes end the run on this node.
+RESUMABLE = {1, 5, Stopped.exit_code}
 
 
 def main(argv: Sequence[str]) -> int:
