@@ -7,15 +7,16 @@ and replaces it when it is complete on all nodes."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -67,6 +68,28 @@ def memory_folder(root: Path, run_folder: PurePath) -> Path:
     return root / f"titanlite-{os.getuid()}-{hashlib.sha256(str(run).encode()).hexdigest()[:16]}"
 
 
+@contextmanager
+def in_use(folder: Path) -> Iterator[None]:
+    """In the body, no other run deletes the copies in `folder`, which is made if it is missing. Otherwise
+    another run that starts on this node deletes them, because memory is scarce."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with open(folder / "LOCK", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+
+
+def delete_unused(root: Path, but: Path) -> None:
+    """Delete the copies of this user's other runs on this node that no process uses: their launchers were
+    killed, or have crashed and did not come back."""
+    for folder in root.glob(f"titanlite-{os.getuid()}-*"):
+        with suppress(OSError):  # in use, or just deleted
+            if folder != but:
+                with open(folder / "LOCK", "ab") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
+                logger.warning(f"deleted {folder}: copies in memory of a run that is not running")
+
+
 class NodeMemory:
     """The copies of one run, on this rank's node and on all others. The constructor and all methods are
     collective unless they say otherwise. The constructor raises ConfigError if a node has no such memory.
@@ -80,6 +103,7 @@ class NodeMemory:
         self.is_on = True
         """Whether copies are made: they fit, and none has failed."""
         self._has_logged = False
+        self._use = ExitStack()
         self._holders: dict[str, list[int]] = {}  # on rank 0: the nodes that have a shard of the chosen copy
         if problem := ranks.first(self._open(root)):
             raise ConfigError(problem, KEY)
@@ -103,6 +127,8 @@ class NodeMemory:
             if status.st_uid != os.getuid() or status.st_mode & 0o77 or self.folder.is_symlink():
                 return f"{self.folder} is not a folder of this user alone: remove it"
             if self._is_first:
+                self._use.enter_context(in_use(self.folder))  # until this process ends
+                delete_unused(root, but=self.folder)
                 commit.clean(self.folder)
         except OSError as e:
             return f"{self.folder} cannot be used: {e}"
@@ -362,6 +388,7 @@ class NodeMemory:
 
     def remove(self) -> None:
         """Delete the folder of this node: the run has saved its last state on the disk. Not collective."""
+        self._use.close()
         if self._is_first:
             shutil.rmtree(self.folder, ignore_errors=True)
 

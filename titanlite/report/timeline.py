@@ -31,6 +31,7 @@ PAUSES = {
     "probes": "time/probe_s",
     "digests": "time/digest_s",
     "saves": "checkpoint/stall_s",
+    "copies to memory": "checkpoint/copy_s",
     "profiles": "time/profiling_s",
     "rewinds": "time/rewind_s",
 }

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import shutil
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.config import toml
@@ -42,13 +44,22 @@ def main(argv: Sequence[str]) -> int:
         from titanlite.runtime.launcher import start_ranks
 
         job = _check_job(options, path, overrides)
-        with stop_requests(), stop_at_notice(options.notice):
+        with stop_requests(), stop_at_notice(options.notice), _memory_for_copies(job) as memory:
             exit_code = start_ranks(options, words, server)
-    if exit_code not in RESUMABLE:
-        from titanlite.checkpoint.memory import memory_folder
-
-        shutil.rmtree(memory_folder(shared_memory(), job.folder), ignore_errors=True)
+            if exit_code not in RESUMABLE:
+                shutil.rmtree(memory, ignore_errors=True)
     return exit_code
+
+
+@contextmanager
+def _memory_for_copies(job: Job) -> Iterator[Path]:
+    """The folder of the job's copies of its state in the memory of this node, which is in use in the body."""
+    from titanlite.checkpoint.memory import in_use, memory_folder
+
+    root = shared_memory()
+    folder = memory_folder(root, job.folder)
+    with in_use(folder) if job.checkpoint.memory_interval and root.is_dir() else nullcontext():
+        yield folder
 
 
 def _check_job(options: Namespace, path: str, overrides: Sequence[str]) -> Job:

@@ -17,7 +17,7 @@ from tests.support import ranks
 from tests.support.checkpoints import Toy, flip, flip_a_shard, sharded_toy, start_run
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import Checkpointer
-from titanlite.checkpoint.memory import memory_folder
+from titanlite.checkpoint.memory import in_use, memory_folder
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.config.component import ConfigError
 from titanlite.log import set_up_logging
@@ -258,6 +258,21 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
+def test_copies_of_another_run_that_nobody_uses_are_deleted(tmp_path: Path) -> None:
+    root = tmp_path / "memory"
+    root.mkdir()
+    used, unused, foreign = (memory_folder(root, tmp_path / name) for name in ("used", "unused", "foreign"))
+    foreign = foreign.with_name("titanlite-another-user")
+    foreign.mkdir()
+    with in_use(unused):
+        pass
+    with in_use(used):
+        opened(tmp_path).close_after_error()
+        assert used.exists()
+        assert foreign.exists()
+        assert not unused.exists()
+
+
 # ---- two nodes, of one rank each
 
 
@@ -267,7 +282,7 @@ def two_nodes(folder: Path, seed: int, num_steps: int) -> tuple[int, list[torch.
     import torch.distributed as dist
 
     memory = folder / f"node-{dist.get_rank()}"
-    run, toy = opened(folder, memory), sharded_toy(2, 8, seed)
+    run, toy = opened(folder, memory), sharded_toy(dist.get_world_size(), 8, seed)
     run.load(toy.state)
     start, values = toy.state.step, [local_shard(value).clone() for value in toy.values()]
     for _ in range(num_steps):
@@ -291,6 +306,33 @@ def test_a_copy_survives_the_loss_of_one_node(tmp_path: Path, lost: list[int], s
     assert [start for start, _ in starts] == [step, step]
     same = [all(map(torch.equal, a, b)) for (_, a), (_, b) in zip(starts, killed)]
     assert same == [step == 3] * 2, "the state of another step is another one"
+
+
+def alone(folder: Path) -> tuple[int, list[torch.Tensor]]:
+    """A start on the second node only, which has no process group."""
+    run, toy = opened(folder, folder / "node-1"), Toy(8, seed=1)
+    run.load(toy.state)
+    run.close_after_error()
+    return toy.state.step, toy.values()
+
+
+def test_the_node_that_is_left_goes_on_alone(tmp_path: Path) -> None:
+    killed = ranks.run(2, two_nodes, tmp_path, 0, 3)
+    shutil.rmtree(tmp_path / "node-0")
+    step, values = alone(tmp_path)
+    assert step == 3
+    for value, first, second in zip(values, *(values for _, values in killed), strict=True):
+        assert torch.equal(value, torch.cat([first, second]) if value.ndim else first)
+
+
+def test_a_node_that_joins_gets_its_shards_from_the_others(tmp_path: Path) -> None:
+    killed = ranks.run(2, two_nodes, tmp_path, 0, 3)
+    starts = ranks.run(3, two_nodes, tmp_path, 1, 0)
+    assert [start for start, _ in starts] == [3, 3, 3]
+    of_two, of_three = ([values for _, values in group] for group in (killed, starts))
+    for two, three in zip(zip(*of_two), zip(*of_three), strict=True):
+        if two[0].ndim:
+            assert torch.equal(torch.cat(two), torch.cat(three))
 
 
 def test_a_shard_that_is_damaged_on_one_node_comes_from_the_other(tmp_path: Path) -> None:
