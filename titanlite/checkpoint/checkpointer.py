@@ -19,7 +19,7 @@ from titanlite.checkpoint.bits import bits_after, changes_since
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.last_commit import LastCommit
 from titanlite.checkpoint.lock import FolderLock
-from titanlite.checkpoint.memory import Lineage, NodeMemory
+from titanlite.checkpoint.memory import CopyFiles, Lineage, NodeMemory
 from titanlite.checkpoint.node_copies import NodeCopies
 from titanlite.checkpoint.reader import MisfitError, load_tensors
 from titanlite.checkpoint.resume import Candidate, Fault
@@ -385,25 +385,24 @@ class Checkpointer:
         None. Collective."""
         logger.info(f"loading and verifying {candidate.path}")
         path, manifest = candidate.path, candidate.manifest
-        copies = None if isinstance(path, Path) else NodeCopies(path, manifest, self.ranks)
-        verification: NodeCopies | resume.Verification | None = copies
-        fetch = None
-        if candidate.in_memory:  # it is verified, and other nodes may have shards that this rank reads
+        copies: NodeCopies | CopyFiles | None = None
+        if candidate.in_memory:
             assert self._memory is not None
-            path, fetch = self._memory.path(candidate), functools.partial(self._memory.fetch, candidate)
-        elif verification is None:
-            verification = resume.Verification(path, manifest, self.ranks)
+            copies = CopyFiles(self._memory, candidate)
+            path = copies.path
+        elif not isinstance(path, Path):
+            copies = NodeCopies(path, manifest, self.ranks)
+        verification = copies or resume.Verification(path, manifest, self.ranks)
         error, sections = None, set[str]()
         other_optimizer = OPTIMIZER in self.config.allow_changed
         with nullcontext() if copies is None else closing(copies):
             try:
                 sections = load_tensors(
-                    path, tensors, self.ranks, other_optimizer, [AVERAGE], manifest, copies, fetch
+                    path, tensors, self.ranks, other_optimizer, [AVERAGE], manifest, files=copies
                 )
             except CheckpointError as e:  # the hashes tell whether it is damaged or does not fit this job
                 error = e
-            reason = verification.result() if verification is not None else None
-            reason = reason or (str(error) if isinstance(error, commit.Damaged) else None)
+            reason = verification.result() or (str(error) if isinstance(error, commit.Damaged) else None)
         if reason is not None:
             return reason
         if error is not None:

@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import MANIFEST, SHARD_SUFFIX, CheckpointError, Damaged, Manifest
 from titanlite.checkpoint.digest import THREADS, FileDigest, digest_file, fault_of, gib
+from titanlite.checkpoint.file_system import HashingFileSystem
 from titanlite.checkpoint.resume import Candidate
 from titanlite.checkpoint.save_plan import SavePlans, WriteReport
 from titanlite.checkpoint.saver import Snapshot, about_save
@@ -409,6 +410,25 @@ def _describe(start: Start) -> str:
     if isinstance(start, Resume):
         return f"the newest checkpoint on disk is step {start.candidate.step}"
     return "there is no checkpoint on disk"
+
+
+class CopyFiles(HashingFileSystem):
+    """Reads the shards of the copy `candidate`, which this node gets from others if it lacks them. Has the
+    interface of resume.Verification; all bytes were verified when the copy was chosen."""
+
+    def __init__(self, memory: NodeMemory, candidate: Candidate):
+        super().__init__()
+        self._memory, self._candidate, self.path = memory, candidate, memory.path(candidate)
+
+    def prepare(self, names: Callable[[], Collection[str]]) -> None:
+        self._memory.fetch(self._candidate, names())
+
+    def result(self) -> str | None:
+        """No damage."""
+        return None
+
+    def close(self) -> None:
+        """The files stay: they are the newest copy until the next one."""
 
 
 def _fault(path: Path, expected: FileDigest) -> str | None:

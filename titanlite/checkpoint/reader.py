@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import PurePath, PurePosixPath
@@ -129,15 +129,13 @@ def load_tensors(
     optional: Collection[str] = (),
     manifest: Manifest | None = None,
     files: HashingFileSystem | None = None,
-    fetch: Callable[[Collection[str]], None] | None = None,
 ) -> set[str]:
     """Load `{"model": {name: tensor}, ...}` in place from the checkpoint at `path`. Returns the names of the
     checkpoint's sections. Collective over `ranks`; None loads whole tensors in this process.
 
     `other_optimizer`: optimizer state that the checkpoint does not have in this form is set to zero.
     `optional`: sections that are left as they are if the checkpoint does not have them. `manifest`: see
-    read_metadata. `files`: reads the shards. `fetch`: called with the names of the files that this rank is
-    about to read; collective. Raises MisfitError if a tensor is missing, unexpected, or has
+    read_metadata. `files`: reads the shards. Raises MisfitError if a tensor is missing, unexpected, or has
     another shape or dtype, CheckpointError if the checkpoint cannot be read."""
     ranks = ranks or Ranks(path, alone=True)
     try:
@@ -149,8 +147,8 @@ def load_tensors(
         if differences := misfits(tensors, saved, ranks):
             raise MisfitError(path, differences)
         own, shared = partition_reads(tensors)
-        if fetch is not None:
-            fetch(_files_of(own, saved))
+        if files is not None:
+            files.prepare(lambda: _files_of(own, saved))
         _read(path, own, saved, ranks, files)
         for tensor, group, reader in shared:
             dist.broadcast(tensor, group=group, group_src=reader)
