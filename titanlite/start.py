@@ -64,7 +64,7 @@ from titanlite.tokenizers.base import Tokenizer
 
 def open_memory(job: Job, ranks: Ranks) -> NodeMemory | None:
     """The memory of the nodes for copies of the state; None: no copies are made. Collective."""
-    if not job.checkpoint.memory_interval:
+    if not (job.checkpoint.enable and job.checkpoint.memory_interval):
         return None
     here = place()
     return NodeMemory(shared_memory(), job.folder, ranks, Place(here.local_rank, here.num_local_ranks))

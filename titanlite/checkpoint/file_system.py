@@ -27,7 +27,8 @@ class HashingFileSystem(FileSystemBase):
         return sum(file.size for file in self._begun)
 
     def prepare(self, names: Callable[[], Collection[str]]) -> None:
-        """Called on all ranks before they read. `names`: returns the names of the files that this rank reads."""
+        """Called on all ranks before they read. `names`: returns the names of the files that this rank will
+        read."""
 
     def in_order(self, names: Collection[str]) -> Sequence[str]:
         """The names of files in the order in which they are read."""

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -72,11 +73,27 @@ def memory_folder(root: Path, run_folder: PurePath) -> Path:
 @contextmanager
 def in_use(folder: Path) -> Iterator[None]:
     """In the body, no other run deletes the copies in `folder`, which is made if it is missing. Otherwise
-    another run that starts on this node deletes them, because memory is scarce."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    with open(folder / "LOCK", "wb") as lock:
+    another run that starts on this node deletes them, because memory is scarce. Raises ConfigError."""
+    _make(folder)
+    with open(folder / "LOCK", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         yield
+
+
+def _make(folder: Path) -> None:
+    """Make a folder for copies if it is missing. Raises ConfigError if another user could write into it: the
+    shared memory of a node is open to all users."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if not _is_private(folder):
+            raise ConfigError(f"{folder} is not a folder of this user alone: remove it", KEY)
+    except OSError as e:
+        raise ConfigError(f"{folder} cannot be used for copies in memory: {e}; set it to 0", KEY) from None
+
+
+def _is_private(folder: Path) -> bool:
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o77
 
 
 def delete_unused(root: Path, but: Path) -> None:
@@ -84,7 +101,7 @@ def delete_unused(root: Path, but: Path) -> None:
     killed, or have crashed and did not come back."""
     for folder in root.glob(f"titanlite-{os.getuid()}-*"):
         with suppress(OSError):  # in use, or just deleted
-            if folder != but:
+            if folder != but and _is_private(folder):
                 with open(folder / "LOCK", "ab") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder)
@@ -107,7 +124,7 @@ class NodeMemory:
         self._use = ExitStack()
         self._holders: dict[str, list[int]] = {}  # on rank 0: the nodes that have a shard of the chosen copy
         if problem := ranks.first(self._open(root)):
-            raise ConfigError(problem, KEY)
+            raise problem
         # Shards go from each rank to the rank at the same place of the next node.
         is_even = ranks.rank % place.num_local_ranks == place.local_rank
         sizes = ranks.all_reduce(frozenset([place.num_local_ranks if is_even else -1]), frozenset[int].__or__)
@@ -118,21 +135,15 @@ class NodeMemory:
                 "lost with their node"
             )
 
-    def _open(self, root: Path) -> str | None:
-        """Make the folder. Returns the reason if that is not possible. Not collective."""
-        if not root.is_dir():
-            return f"{root} does not exist: copies in memory need the shared memory of Linux; set it to 0"
+    def _open(self, root: Path) -> ConfigError | None:
+        """Make the folder. Returns the error if that is not possible. Not collective."""
         try:
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            status = self.folder.lstat()
-            if status.st_uid != os.getuid() or status.st_mode & 0o77 or self.folder.is_symlink():
-                return f"{self.folder} is not a folder of this user alone: remove it"
-            if self._is_first:
-                self._use.enter_context(in_use(self.folder))  # until this process ends
-                delete_unused(root, but=self.folder)
-                commit.clean(self.folder)
-        except OSError as e:
-            return f"{self.folder} cannot be used: {e}"
+            self._use.enter_context(in_use(self.folder))  # until this process ends
+        except ConfigError as e:
+            return e
+        if self._is_first:
+            delete_unused(root, but=self.folder)
+            commit.clean(self.folder)
         return None
 
     def path(self, candidate: Candidate) -> Path:

@@ -56,8 +56,6 @@ class Checkpoint:
                 "keep 2 or more, or 0 for all: with 1, one bad checkpoint would lose the run", "keep_latest_k"
             )
         check_at_least(self, 0, "keep_every_n_steps", "memory_interval")
-        if self.memory_interval and not self.enable:
-            raise ConfigError("copies in memory need enable = true", "memory_interval")
         if self.load_step < 1 and self.load_step != -1:
             raise ConfigError(
                 f"{self.load_step} is neither -1 nor a step; to begin again at step 1, set restart = true or "

@@ -46,7 +46,9 @@ def exchange_files(
             continue
         try:
             if into.start == 0:
-                file = HashingFile(folder / f".incoming-{into.name}")
+                path = folder / f".incoming-{into.name}"
+                path.unlink(missing_ok=True)  # left by a start that was killed
+                file = HashingFile(path)
             assert file is not None
             if incoming is not None:
                 file.write(incoming.numpy().data)

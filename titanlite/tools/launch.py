@@ -56,9 +56,8 @@ def _memory_for_copies(job: Job) -> Iterator[Path]:
     """The folder of the job's copies of its state in the memory of this node, which is in use in the body."""
     from titanlite.checkpoint.memory import in_use, memory_folder
 
-    root = shared_memory()
-    folder = memory_folder(root, job.folder)
-    with in_use(folder) if job.checkpoint.memory_interval and root.is_dir() else nullcontext():
+    folder = memory_folder(shared_memory(), job.folder)
+    with in_use(folder) if job.checkpoint.memory_interval else nullcontext():
         yield folder
 
 
