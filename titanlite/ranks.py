@@ -180,6 +180,20 @@ class Ranks:
         """The names that any rank has, sorted, on every rank. Collective."""
         return sorted(self.all_reduce(frozenset(names), operator.or_))
 
+    def exchange(
+        self, outgoing: torch.Tensor | None, target: int, incoming: torch.Tensor | None, source: int
+    ) -> None:
+        """Send a host tensor to the rank `target` and fill another one from the rank `source` meanwhile;
+        None: nothing goes that way. These two ranks must call this, too."""
+        works = []
+        if outgoing is not None:
+            works.append(dist.isend(outgoing, group=self._group, group_dst=target))
+        if incoming is not None:
+            works.append(dist.irecv(incoming, group=self._group, group_src=source))
+        for work in works:
+            if work is not None:
+                work.wait()
+
     def _result(self, act: Callable[[], T]) -> T | Exception:
         """The result of `act()`, or its error as the other ranks are to raise it."""
         try:

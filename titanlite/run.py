@@ -277,6 +277,12 @@ class Run:
             self.state.stream = self.loader.stream_state(self.rt.ranks.all_gather)
             self.checkpoints.save(self.state)
 
+    def copy_to_memory(self) -> None:
+        """Copy the state after the step that was just taken to the memory of the nodes."""
+        with self.meter.untimed("checkpoint/copy_s"):
+            self.state.stream = self.loader.stream_state(self.rt.ranks.all_gather)
+            self.checkpoints.copy(self.state)
+
     def open_metrics(self) -> list[OpenMetric]:
         """The metrics of the run: those that are always on, and the ones that [[metrics.extra]] adds.
         Collective."""

@@ -19,6 +19,7 @@ from titanlite.attention.base import AttentionBackend, AttentionNeeds, kernels
 from titanlite.attention.linear import build_attention
 from titanlite.checkpoint.checkpointer import Checkpointer, RunRecord
 from titanlite.checkpoint.lock import FolderLock
+from titanlite.checkpoint.memory import NodeMemory, Place
 from titanlite.checkpoint.resume import Candidate
 from titanlite.checkpoint.run_identity import check_same_on_all_ranks
 from titanlite.checkpoint.start import Start, check_labels, check_run_identity, decide
@@ -50,7 +51,7 @@ from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import Clipper
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.ranks import Ranks
-from titanlite.runtime.environment import place
+from titanlite.runtime.environment import place, shared_memory
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, environment
 from titanlite.runtime.training import BatchLayout
@@ -61,10 +62,19 @@ from titanlite.tasks.requests import OpenTask
 from titanlite.tokenizers.base import Tokenizer
 
 
-def decide_start(job: Job, ranks: Ranks, lock: FolderLock) -> Start:
+def open_memory(job: Job, ranks: Ranks) -> NodeMemory | None:
+    """The memory of the nodes for copies of the state; None: no copies are made. Collective."""
+    if not (job.checkpoint.enable and job.checkpoint.memory_interval):
+        return None
+    here = place()
+    return NodeMemory(shared_memory(), job.folder, ranks, Place(here.local_rank, here.num_local_ranks))
+
+
+def decide_start(job: Job, ranks: Ranks, lock: FolderLock, memory: NodeMemory | None) -> Start:
     """Decide how the run starts. An existing run folder is locked first; the folder of a first start is made
     and locked when its checks have passed. Collective."""
-    return ranks.from_rank_zero(lambda: decide(job.checkpoint, job.folder, lock=lock))
+    start: Start = ranks.from_rank_zero(lambda: decide(job.checkpoint, job.folder, lock=lock))
+    return start if memory is None else memory.newer(start)
 
 
 @dataclass(frozen=True)
@@ -286,12 +296,14 @@ def _spelled(skipped: SkippedSequences) -> str:
     return f"sequence{'' if is_one else 's'} {listed(texts)}"
 
 
-def open_checkpoints(parts: Parts, rt: Runtime, start: Start, lock: FolderLock, kernel: str) -> Checkpointer:
+def open_checkpoints(
+    parts: Parts, rt: Runtime, start: Start, lock: FolderLock, memory: NodeMemory | None, kernel: str
+) -> Checkpointer:
     """The checkpoints of the run, whose folder is made and locked. `kernel`: of the attention. Collective."""
     config, guard = parts.job.checkpoint, parts.job.guard
     record = RunRecord(parts.identity, parts.job_toml, bits_conditions(parts.job, rt, kernel))
     distance, freq = guard.rewind_distance, guard.fault_check_freq
-    return Checkpointer(config, record, start, rt.ranks, lock, distance, freq)
+    return Checkpointer(config, record, start, rt.ranks, lock, distance, freq, memory)
 
 
 def bits_conditions(job: Job, rt: Runtime, kernel: str) -> dict[str, Any] | None:

@@ -34,6 +34,7 @@ from titanlite.start import (
     log_steps,
     open_checkpoints,
     open_loader,
+    open_memory,
     open_meter,
     shard_model,
     write_run_files,
@@ -74,9 +75,10 @@ def build(job: Job, rt: Runtime, lock: FolderLock) -> Run:
     Cheap compatibility checks run first; the run folder is not written to until they have passed."""
     use_compile_cache(job.compile.cache_dir, job.compile.enable, rt.device, job.folder)
     model, kernel = shard_model(job, rt)
-    start = decide_start(job, rt.ranks, lock)
+    memory = open_memory(job, rt.ranks)
+    start = decide_start(job, rt.ranks, lock, memory)
     parts = assemble(job, rt.world_size, rt.ranks, start)
-    checkpoints = open_checkpoints(parts, rt, start, lock, kernel)
+    checkpoints = open_checkpoints(parts, rt, start, lock, memory, kernel)
     log_start(parts.job, rt, parts.about, parts.sequences, kernel)
     state, guard, clipper = load_state(parts, rt, model, checkpoints)
     resumed = checkpoints.candidate
@@ -115,7 +117,8 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         set_lr(optimizer, run.parts.stages.lr_factor(state.step, first_sequence))
         job.optimizer.set_scheduled(optimizer, state.step)
         num_targets = rt.ranks.count(sum(batch.num_targets for batch in micro_batches))
-        vote = rt.ranks.vote(requests.stop, requests.take_save_request(), checkpoints.failed)
+        save_asked, failed, busy = requests.take_save_request(), checkpoints.failed, checkpoints.busy
+        vote = rt.ranks.vote(requests.stop, save_asked, failed, busy)
         details = run.token_statistics(step_size)  # None without a detailed report
         loss = model.forward_backward(micro_batches, num_targets, details)
         rt.clock.enter("optimizer")
@@ -144,7 +147,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         evaluation = run.validate() if job.validation.is_due(state.step, last_step) else {}
         if job.generation.is_due(state.step, last_step):
             run.sample()
-        stop, save_now, save_failed = vote.result()  # true on all ranks if true on any
+        stop, save_now, save_failed, busy = vote.result()  # true on all ranks if true on any
         if evaluation or stop or num_steps == 1 or job.metrics.is_due(state.step, last_step):
             result = StepResult(
                 state.step, step_size, first_sequence, micro_batches, num_targets, loss, norms, apply, details
@@ -154,6 +157,8 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
             checkpoints.check_save()
         if checkpoints.due(state.step, last_step, stop or save_now, guard.in_streak):
             run.save()  # after the step's metrics are written
+        elif checkpoints.copy_due(state.step, busy):
+            run.copy_to_memory()
         run.report_saves()
 
     return run.finish(evaluation, num_steps, requests)

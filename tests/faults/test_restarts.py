@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ import pytest
 from tests.support import ranks
 from tests.support.jobs import make_job, metrics_of
 from tests.support.launcher import SOON, Node
-from tests.support.ports import is_loopback
+from tests.support.ports import free_port, is_loopback
 from tests.support.runs import assert_same, train_on_rank
 from tests.support.tiers import full
 from titanlite.job import Job
@@ -246,12 +245,6 @@ def test_a_launcher_killed_while_the_ranks_are_starting_leaves_nothing_behind(st
 
 
 # ---- nodes
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
 
 
 def two_nodes(start: Any, nnodes: str) -> tuple[Node, Callable[[], Node]]:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import Checkpointer, RunRecord
 from titanlite.checkpoint.lock import FolderLock
+from titanlite.checkpoint.memory import NodeMemory, Place
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.start import Start, check_run_identity, decide
 from titanlite.checkpoint.state import TrainState
@@ -113,9 +114,12 @@ def start_run(
     identity: dict = IDENTITY,
     distance: int | None = None,
     bits: dict | None = None,
+    shared_memory: Path | None = None,
 ) -> Checkpointer:
-    """The checkpoints of a run, which is started as a job is: locked, decided and compared."""
+    """The checkpoints of a run, which is started as a job is: locked, decided and compared. `shared_memory`:
+    of this rank, which is alone on its node, for copies of the state."""
     ranks, lock = Ranks(folder / config.folder), FolderLock(folder)
+    memory = None if shared_memory is None else NodeMemory(shared_memory, folder, ranks, Place(0, 1))
 
     def decided() -> Start:
         start = decide(config, folder, lock=lock)
@@ -124,7 +128,10 @@ def start_run(
 
     try:
         start = ranks.from_rank_zero(decided)
-        return Checkpointer(config, RunRecord(identity, "[job]\n", bits), start, ranks, lock, distance)
+        if memory is not None:
+            start = memory.newer(start)
+        record = RunRecord(identity, "[job]\n", bits)
+        return Checkpointer(config, record, start, ranks, lock, distance, memory)
     except BaseException:
         lock.close()
         raise

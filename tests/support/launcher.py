@@ -21,7 +21,7 @@ from titanlite.checkpoint.commit import list_committed
 ON_THIS_PYTHON = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
 SOON = "keep_alive_interval=1,keep_alive_max_attempt=10"  # a node is dead after 10 s; torchrun says 15
 PLUGIN = """
-import os, signal, sys, time
+import glob, os, signal, sys, time
 from dataclasses import dataclass
 from titanlite.checkpoint import commit
 from titanlite.optim.adamw import AdamW
@@ -49,7 +49,8 @@ END = {
 
 @dataclass(frozen=True, kw_only=True)
 class Walking(AdamW, name="walking"):
-    "AdamW that takes its time. KILL: the rank, the restart and the step at which the process ends; HOW: how."
+    "AdamW that takes its time. KILL: the rank, the restart and the step at which the process ends; HOW: how;"
+    "AFTER: the pattern of a file that is there first."
 
     def build(self, model, mesh):
         optimizer, steps = super().build(model, mesh), []
@@ -57,6 +58,8 @@ class Walking(AdamW, name="walking"):
             seconds("STEP_S")
             steps.append(0)
             if os.environ.get("KILL") == f"{me} {len(steps)}":
+                while "AFTER" in os.environ and not glob.glob(os.environ["AFTER"]):
+                    time.sleep(0.01)
                 END[os.environ.get("HOW", "SIGKILL")]()
         optimizer.register_step_pre_hook(before)
         return optimizer
@@ -81,6 +84,9 @@ class Node:
         self.listened: set[str] = set()
         self.scratch = folder / "tmp"
         self.scratch.mkdir(exist_ok=True)
+        self.memory = folder / f"memory-{environment.get('NODE_RANK', 0)}"
+        """The shared memory of this node, which outlives it."""
+        self.memory.mkdir(exist_ok=True)
         self._mark = f"MARK={self._log}\0".encode()
         command = [
             str(ROOT / "run_train.sh"),
@@ -92,6 +98,7 @@ class Node:
             *arguments,
         ]
         own = {"MARK": str(self._log), "TMPDIR": str(self.scratch), "PYTHONPATH": path_with(folder)}
+        own["TITANLITE_SHM"] = str(self.memory)
         with open(self._log, "w") as log:
             self.launcher = subprocess.Popen(
                 command, cwd=ROOT, env=os.environ | ON_THIS_PYTHON | own | environment,
@@ -118,6 +125,11 @@ class Node:
     def saved(self) -> list[int]:
         """The saved steps."""
         return [step for step, _ in list_committed(self.job.folder / "checkpoint")]
+
+    @property
+    def copied(self) -> list[int]:
+        """The steps of the complete copies in the memory of this node."""
+        return sorted(int(path.name[5:]) for path in self.memory.glob("titanlite-*/step-*"))
 
     def ranks(self) -> list[int]:
         """Ranks and their loader workers that are alive."""

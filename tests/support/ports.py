@@ -1,14 +1,22 @@
-"""Which TCP ports processes listen on, from /proc."""
+"""TCP ports: free ones, and those on which processes listen, from /proc."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 LISTEN = "0A"
+
+
+def free_port() -> int:
+    """A port on which nobody listens."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
 
 
 def listening(pids: Iterable[int]) -> set[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
@@ -18,6 +19,7 @@ from titanlite.checkpoint.bits import bits_after, changes_since
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.last_commit import LastCommit
 from titanlite.checkpoint.lock import FolderLock
+from titanlite.checkpoint.memory import CopyFiles, Lineage, NodeMemory
 from titanlite.checkpoint.node_copies import NodeCopies
 from titanlite.checkpoint.reader import MisfitError, load_tensors
 from titanlite.checkpoint.resume import Candidate, Fault
@@ -48,6 +50,10 @@ def steps_for_rewind(healthy: Sequence[int], last_step: int) -> set[int]:
     return {*old[-1:], *healthy[len(old) : len(old) + 1]}
 
 
+def _new_history() -> str:
+    return uuid.uuid4().hex
+
+
 class RunRecord(NamedTuple):
     """The facts of a run that each of its checkpoints has. `identity`: the run identity, nested plain values
     that a resumed run must share. `job_toml`: the content of job.toml. `bits`: the conditions under which the
@@ -66,7 +72,8 @@ class Checkpointer:
     `lock`: of the run folder; used on rank 0. `rewind_distance`: one healthy checkpoint that is at least so
     many steps older than the newest checkpoint is kept, because the run may go back to it after a spike; None
     for a run that never does. `fault_check_freq`: the newest healthy checkpoint that is not newer than the
-    last multiple of it is kept, too, for a silent fault; 0: none."""
+    last multiple of it is kept, too, for a silent fault; 0: none. `memory`: for copies of the state between
+    two checkpoints; None: no copies."""
 
     def __init__(
         self,
@@ -77,6 +84,7 @@ class Checkpointer:
         lock: FolderLock,
         rewind_distance: int | None = None,
         fault_check_freq: int = 0,
+        memory: NodeMemory | None = None,
     ):
         self.config, self.folder = config, lock.folder / config.folder
         self.record, self._rewind_distance = record, rewind_distance
@@ -86,9 +94,12 @@ class Checkpointer:
         """The checkpoint that the run resumed from; None for a new run. A rewind sets it."""
         self._newly_committed = deque[int]()
         self._saved_step = 0  # the newest step that was loaded or passed to save()
+        self._copied_step = 0  # the newest step that was loaded, saved or copied to memory
+        self._memory, self._history = memory, start.history or _new_history()
         self._health: dict[int, bool] = {}  # whether the checkpoint of a step is healthy, as far as known
         # on rank 0: damaged checkpoints that are not renamed yet
         self._faults = list(start.faults) if isinstance(start, Resume) else list[Fault]()
+        self._newest_commit: int | None = None  # on rank 0: LastCommit.step
         self.saver = Saver(
             config, ranks, lock.renew, self._after_commit, hashes_state=record.bits is not None
         )
@@ -102,7 +113,8 @@ class Checkpointer:
         """Lock and prepare the folder. Collective."""
         self.ranks.from_rank_zero(self._take_lock)
         if self.candidate is not None:
-            resume.check_shared(self.candidate, self.ranks)
+            if not self.candidate.in_memory:
+                resume.check_shared(self.candidate, self.ranks)
             self._health[self.candidate.step] = self.candidate.train["healthy"]
         if self.config.enable:
             # Clean first, because files left by a killed process may fill the disk.
@@ -127,6 +139,7 @@ class Checkpointer:
             self.ranks.from_rank_zero(self._restart)
         candidate = self.candidate
         if candidate is None:
+            self._delete_copies()
             return
         if self.config.initial_load_path and not state.base:
             logger.info(f"initial_load_path is not used: the run resumes from {candidate.path}")
@@ -135,11 +148,13 @@ class Checkpointer:
         while reason := self._load(candidate, tensors):
             candidate = self.ranks.from_rank_zero(functools.partial(self._fall_back, candidate, reason))
         self.candidate = candidate
-        self.ranks.from_rank_zero(lambda: self._record_start(candidate.step))
         if candidate.step == self.config.load_step:
-            self.ranks.from_rank_zero(lambda: self._archive(after=candidate.step))
+            self.ranks.from_rank_zero(lambda: self._go_back_to(candidate.step))
+        else:
+            self.ranks.from_rank_zero(lambda: self._record_start(self._step_on_disk(candidate)))
+        self._delete_copies(but=candidate if candidate.in_memory else None)
         state.restore(candidate.train)
-        self._saved_step = candidate.step
+        self._saved_step = self._copied_step = candidate.step
         logger.info(f"resumed from {candidate.path}")
         self._log_other_bits(candidate)
 
@@ -159,9 +174,9 @@ class Checkpointer:
                 functools.partial(self._healthy_before, candidate, reason, last_step)
             )
         step = candidate.step
-        self.ranks.from_rank_zero(lambda: self._record_start(step))
-        self.ranks.from_rank_zero(lambda: self._archive(after=step))
-        self.candidate, self._saved_step = candidate, step
+        self.ranks.from_rank_zero(lambda: self._go_back_to(step))
+        self._delete_copies()
+        self.candidate, self._saved_step, self._copied_step = candidate, step, step
         state.restore(candidate.train)
         self._log_other_bits(candidate)
         return True
@@ -195,28 +210,56 @@ class Checkpointer:
         interval = self.config.interval
         return step // interval > self._saved_step // interval and not in_streak()
 
+    @property
+    def busy(self) -> bool:
+        """Whether this rank still works for a save or a copy to memory."""
+        return self.saver.busy
+
+    def copy_due(self, step: int, busy: bool) -> bool:
+        """Whether to copy the step that was just taken to memory. `busy`: whether any rank is busy; then the
+        copy is made after a later step. Training never waits for a copy."""
+        interval = self.config.memory_interval
+        if not interval or busy or self._memory is None or not self._memory.is_on:
+            return False
+        return step // interval > self._copied_step // interval
+
     def warm_up(self, state: TrainState) -> None:
         """Prepare the first save: check the free space of the disk and allocate host memory. Call this when
         the optimizer has its state."""
         if self.config.enable:
             self.saver.warm_up(state.tensors())
+        if self._memory is not None:
+            self._memory.check_room(state.tensors())
+
+    def copy(self, state: TrainState) -> None:
+        """Copy the state to the memory of the nodes, in the background, unless training is not healthy."""
+        self._copied_step = state.step
+        snapshot, is_healthy = self._snapshot(state)
+        if not is_healthy:
+            return
+        memory, history, step = self._memory, self._history, self._newest_commit
+        assert memory is not None
+        self.saver.copy(
+            snapshot,
+            lambda tensors: self.ranks.union(non_finite(tensors)),
+            lambda snapshot, plans: memory.write(snapshot, Lineage(history, step), plans),
+        )
 
     def save(self, state: TrainState) -> None:
         """Save now, after the save in flight has ended. If the state is not finite, nothing is saved, and
         Diverged is raised here, in check_save() or in close()."""
-        self._saved_step = state.step
+        self._saved_step = self._copied_step = state.step
+        snapshot, self._health[state.step] = self._snapshot(state)
+        not_finite = non_finite(snapshot.tensors)
+        self.saver.save(snapshot, lambda: self._refusal(snapshot.step, not_finite))
+
+    def _snapshot(self, state: TrainState) -> tuple[Snapshot, bool]:
+        """The contents of a checkpoint of the state, and whether the state is healthy."""
         tensors = state.tensors()
         branch = self.config.load_step if self.config.load_step != -1 else None
         train = state.as_json() | {"finite": True, "branch": branch, "identity": self.record.identity}
-        self._health[state.step] = train["healthy"]
-        snapshot = Snapshot(
-            state.step,
-            tensors,
-            {TRAIN: json.dumps(train, indent=1) + "\n", "job.toml": self.record.job_toml},
-            self._about(),
-        )
-        not_finite = non_finite(tensors)
-        self.saver.save(snapshot, lambda: self._refusal(snapshot.step, not_finite))
+        texts = {TRAIN: json.dumps(train, indent=1) + "\n", "job.toml": self.record.job_toml}
+        return Snapshot(state.step, tensors, texts, self._about()), train["healthy"]
 
     def _about(self) -> dict[str, Any]:
         """The values for the manifest. A fallback or a rewind may have changed the candidate since the
@@ -251,14 +294,14 @@ class Checkpointer:
         advice to the user, which names that checkpoint and ends with `remedy`. Waits for a save in flight,
         which may write it. Collective."""
         self.saver.wait()
+        self._delete_copies()
         return self.ranks.from_rank_zero(lambda: self._go_back(last_step, remedy))
 
     def _go_back(self, last_step: int | None, remedy: str) -> str:
         try:
             steps = [s for s in self._healthy_steps() if last_step is None or s <= last_step]
             healthy = max(steps, default=None)
-            self._record_start(healthy)
-            self._archive(after=healthy or 0)
+            self._go_back_to(healthy)
         except (OSError, ConfigError) as e:  # must not hide that training has gone wrong
             return (
                 f"the later checkpoints could not be archived: {e}; move them out of {self.folder}, or the "
@@ -299,6 +342,8 @@ class Checkpointer:
         """Wait for the last save and unlock the run folder. Raises CheckpointError if the last save failed;
         then the run folder stays locked until close_after_error()."""
         self.saver.finish()
+        if self._memory is not None:
+            self._memory.remove()
         self._release()
 
     def close_after_error(self, error: BaseException | None = None) -> None:
@@ -343,7 +388,13 @@ class Checkpointer:
         None. Collective."""
         logger.info(f"loading and verifying {candidate.path}")
         path, manifest = candidate.path, candidate.manifest
-        copies = None if isinstance(path, Path) else NodeCopies(path, manifest, self.ranks)
+        copies: NodeCopies | CopyFiles | None = None
+        if candidate.in_memory:
+            assert self._memory is not None
+            copies = CopyFiles(self._memory, candidate)
+            path = copies.path
+        elif not isinstance(path, Path):
+            copies = NodeCopies(path, manifest, self.ranks)
         verification = copies or resume.Verification(path, manifest, self.ranks)
         error, sections = None, set[str]()
         other_optimizer = OPTIMIZER in self.config.allow_changed
@@ -374,9 +425,13 @@ class Checkpointer:
     def _fall_back(self, damaged: Candidate, reason: str) -> Candidate:
         """The usable checkpoint before a damaged one. Called on rank 0. Raises CheckpointError if none is
         left."""
-        self._faults.append((damaged.path, reason))
+        if damaged.in_memory:
+            logger.warning(f"{damaged.path} is not used: {reason}")
+        else:
+            self._faults.append((damaged.path, reason))
         start = decide(self.config, self._run_folder, self._faults)
-        assert isinstance(start, Resume), "decide() raises if no checkpoint is left"
+        if not isinstance(start, Resume):  # decide() raises if the checkpoints on disk are damaged
+            raise RuntimeError(f"{damaged.path} is not used: {reason}; start the run again, at step 1")
         check_run_identity(start, self.record.identity, self.config.allow_changed, self._run_folder)
         self._faults = list(start.faults)
         return start.candidate
@@ -386,6 +441,25 @@ class Checkpointer:
         saved = commit.list_committed(self.folder)
         self._health |= {step: resume.is_healthy(path) for step, path in saved if step not in self._health}
         return [step for step, _ in saved if self._health[step]]
+
+    def _go_back_to(self, step: int | None) -> None:
+        """Record that the run continues from the checkpoint of `step`, and archive all later ones. Copies in
+        memory from before are not used any more. Called on rank 0."""
+        self._history = _new_history()
+        self._record_start(step)
+        self._archive(after=step or 0)
+
+    def _step_on_disk(self, candidate: Candidate) -> int | None:
+        """The step to record for a run that starts from `candidate`. Called on rank 0."""
+        if not candidate.in_memory:
+            return candidate.step
+        saved = commit.list_committed(self.folder)
+        return saved[-1][0] if saved else None
+
+    def _delete_copies(self, but: Candidate | None = None) -> None:
+        """Delete the copies in the memory of this node, except one that the run resumes from."""
+        if self._memory is not None:
+            self._memory.keep_only(but.step if but is not None else None)
 
     def _record_start(self, step: int | None) -> None:
         """Rename damaged checkpoints and record the start. Called on rank 0 when a checkpoint was loaded and
@@ -400,11 +474,13 @@ class Checkpointer:
 
     def _write_record(self, step: int | None) -> None:
         config = self.config
-        record = LastCommit(step, config.folder, config.restart, config.load_step)
+        record = LastCommit(step, config.folder, config.restart, config.load_step, self._history)
         last_commit.write(self._run_folder, record)
+        self._newest_commit = step
 
     def _restart(self) -> None:
         """Archive the earlier run."""
+        self._history = _new_history()
         self._archive(after=0)
         self._record_start(None)
         logger.info("checkpoint.restart = true: a new run begins at step 1")

@@ -62,6 +62,10 @@ class Manifest(TypedDict, total=False):
     """With training.same_bits_on_any_ranks: `weights` and `state`, which do not depend on the layout."""
     bits: dict[str, Any]
     """The conditions under which another run computes the same bits."""
+    history: str
+    """Of a copy in memory only: last_commit.LastCommit.history when it was made."""
+    newest_on_disk: int | None
+    """Of a copy in memory only: the step of the newest checkpoint on disk when it was made."""
     sha256: str
     """The SHA-256 of the manifest without this field."""
 
@@ -152,9 +156,17 @@ def complete(
         size = disk.size(folder / name)
         if size != digest.size:
             raise CheckpointError(f"{folder / name} has {size} bytes, {digest.size} were written")
+    write_manifest(folder, step, texts, files, about)
+
+
+def write_manifest(
+    folder: PurePath, step: int, texts: Mapping[str, str], files: dict[str, FileDigest], about: dict[str, Any]
+) -> None:
+    """The same as complete(), without looking for the files of other ranks."""
     for name, text in texts.items():
         files[name] = write_file(folder / name, text.encode())
-    manifest = {"format": FORMAT, "step": step, "commit": disk.commit_rule, **about}
+    rule = storage_of(folder).commit_rule
+    manifest = {"format": FORMAT, "step": step, "commit": rule, **about}
     manifest["files"] = {name: files[name]._asdict() for name in sorted(files)}
     write_file(folder / MANIFEST, manifest_text(manifest).encode())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePath
 from typing import Any
@@ -25,6 +25,10 @@ class HashingFileSystem(FileSystemBase):
     def num_bytes(self) -> int:
         """Bytes written so far, with those of unfinished files, which a bucket does not show."""
         return sum(file.size for file in self._begun)
+
+    def prepare(self, names: Callable[[], Collection[str]]) -> None:
+        """Called on all ranks before they read. `names`: returns the names of the files that this rank will
+        read."""
 
     def in_order(self, names: Collection[str]) -> Sequence[str]:
         """The names of files in the order in which they are read."""

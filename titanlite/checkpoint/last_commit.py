@@ -18,12 +18,15 @@ NAME = "last_commit.json"
 class LastCommit(NamedTuple):
     """Content of last_commit.json. `step`: step of the newest checkpoint, None before the first commit.
     `folder`: checkpoint.folder at that time. `restarted`: whether checkpoint.restart was set at the last
-    start and has been carried out. `load_step`: checkpoint.load_step of the last start."""
+    start and has been carried out. `load_step`: checkpoint.load_step of the last start. `history`: a random
+    name, which changes when the run goes back to an earlier step: copies in memory of another history are not
+    used."""
 
     step: int | None = None
     folder: str = ""
     restarted: bool = False
     load_step: int = -1
+    history: str = ""
 
 
 def read(run_folder: PurePath) -> LastCommit | None:

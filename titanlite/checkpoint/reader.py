@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -146,6 +147,8 @@ def load_tensors(
         if differences := misfits(tensors, saved, ranks):
             raise MisfitError(path, differences)
         own, shared = partition_reads(tensors)
+        if files is not None:
+            files.prepare(lambda: _files_of(own, saved))
         _read(path, own, saved, ranks, files)
         for tensor, group, reader in shared:
             dist.broadcast(tensor, group=group, group_src=reader)
@@ -188,6 +191,16 @@ def partition_reads(tensors: Tensors) -> tuple[Tensors, list[SharedRead]]:
             if dist.get_rank(replicas) == reader:
                 own[section][name] = tensor
     return {section: group for section, group in own.items() if group}, shared
+
+
+def _files_of(tensors: Tensors, saved: Metadata) -> set[str]:
+    """The names of the files that hold the local shards of `tensors`."""
+    if not tensors:
+        return set()
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(tensors, saved, is_coordinator=False)
+    items = planner.create_local_plan().items
+    return {saved.storage_data[item.storage_index].relative_path for item in items}
 
 
 def _read(

@@ -24,13 +24,15 @@ from titanlite.storage import storage_of
 
 
 class Candidate(NamedTuple):
-    """A committed checkpoint whose manifest, train.json and job.toml are as they were written."""
+    """A committed checkpoint whose manifest, train.json and job.toml are as they were written. `in_memory`:
+    whether it is a copy in the memory of the nodes, all of whose bytes are as they were written."""
 
     step: int
     path: PurePath
     manifest: Manifest
     train: dict[str, Any]
     job_toml: str
+    in_memory: bool = False
 
 
 Fault = tuple[PurePath, str]  # a committed checkpoint, and the reason why it cannot be used

@@ -22,7 +22,7 @@ from titanlite.checkpoint.digest import gib
 from titanlite.checkpoint.save_plan import SavePlans, WriteReport
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.staging import HostBuffers, same_device
-from titanlite.checkpoint.state import Tensors, total_bytes
+from titanlite.checkpoint.state import Tensors, listed, total_bytes
 from titanlite.checkpoint.state_digest import combine, tensor_digests
 from titanlite.checkpoint.writer import ShardWriter
 from titanlite.log import logger
@@ -69,6 +69,7 @@ class Saver:
         self.task: Future[None] | None = None  # the save or allocation whose outcome is not checked yet
         self._error: BaseException | None = None  # the error of the last save
         self._num_failures = 0
+        self._copy_task: Future[None] | None = None  # the newest copy to memory
         self._writer: ShardWriter | None = None  # of the save in flight
 
     def warm_up(self, tensors: Tensors) -> None:
@@ -82,7 +83,8 @@ class Saver:
                 logger.warning(f"{e} until there is more room")
             except OSError as e:
                 logger.warning(f"the free space of {self._folder} cannot be read: {e}")
-        if self._config.async_mode == "async" and torch.cuda.is_available():
+        copies = self._config.async_mode == "async" or self._config.memory_interval > 0
+        if copies and torch.cuda.is_available():
             self.task = self._thread.submit(self._allocate, tensors)
 
     def save(self, snapshot: Snapshot, refuse: Callable[[], Exception | None]) -> None:
@@ -100,6 +102,28 @@ class Saver:
         self.task = self._thread.submit(self._save, snapshot, refuse, problem)
         if self._config.async_mode == "disabled":
             self.check_save()
+
+    def copy(
+        self, snapshot: Snapshot, names_not_finite: Callable[[Tensors], list[str]],
+        write: Callable[[Snapshot, SavePlans], None],
+    ) -> None:  # fmt: skip
+        """Start to copy `snapshot` to the memory of the nodes. `write`: writes the copy, on the saving
+        thread, unless `names_not_finite`, which is collective, finds tensors that are not finite. Call this
+        only while no rank is busy."""
+        self.check_save()
+        problem, tensors = None, Tensors()
+        try:
+            tensors = self._host.copy(snapshot.tensors)
+        except CheckpointError as e:
+            problem = str(e)
+        snapshot = snapshot._replace(tensors=tensors)
+        self.task = self._thread.submit(self._copy, snapshot, names_not_finite, write, problem)
+        self._copy_task = self.task
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank still works for a save or a copy."""
+        return self.task is not None and not self.task.done()
 
     def wait_until_staged(self) -> None:
         """Make the device wait until a save in flight has copied the state. Called before the weights change.
@@ -123,6 +147,9 @@ class Saver:
         task, self.task = self.task, None
         if task is None:
             return
+        if task is self._copy_task:
+            task.result()
+            return
         self._error = task.exception()
         if self._error is None:
             self._num_failures = 0
@@ -140,7 +167,9 @@ class Saver:
     def finish(self) -> None:
         """Wait for the last save. Raises its error if it failed. Not collective."""
         task, self.task = self.task, None
-        error = task.exception() if task is not None else self._error
+        error = task.exception() if task is not None else None
+        if task is None or task is self._copy_task:
+            error = error or self._error
         if isinstance(error, CheckpointError):
             raise CheckpointError(f"{error}; the last save failed{self._newest_checkpoint()}") from error
         if error is not None:
@@ -153,8 +182,8 @@ class Saver:
         A single process waits until the save ends. With several ranks, another rank may hang or its node may
         be lost, which raises no error before the timeout of the process group; so a rank waits until no file
         has grown for STALL_S. A rank that has ended fails the save at once."""
-        if self.task is None:
-            return
+        if self.task is None or (self.task is self._copy_task and self.ranks.size > 1):
+            return  # the copy before is complete
         size, stalled_s = (-1, -1), 0.0
         try:
             while not wait([self.task], POLL_S).done:
@@ -199,6 +228,21 @@ class Saver:
             raise CheckpointError(f"step {step} could not be saved: {e}") from e
         if self.ranks.rank == 0:
             self._on_commit(step)
+
+    def _copy(
+        self, snapshot: Snapshot, names_not_finite: Callable[[Tensors], list[str]],
+        write: Callable[[Snapshot, SavePlans], None], problem: str | None,
+    ) -> None:  # fmt: skip
+        self._host.wait()
+        if problem := self.ranks.first(problem):
+            reason = problem
+        elif names := names_not_finite(snapshot.tensors):
+            reason = f"{listed(names)} are not finite"
+        else:
+            write(snapshot, self._plans)
+            return
+        if self.ranks.rank == 0:
+            logger.warning(f"step {snapshot.step} is not copied to memory: {reason}")
 
     def _begin(self, step: int, size: int) -> PurePath:
         with _disk_errors(f"step {step} could not be saved: "):

@@ -27,9 +27,10 @@ METRICS = "metrics.jsonl"  # written by every run that has taken a step
 @dataclass(frozen=True)
 class New:
     """The run starts at step 1. `identity`: recorded in the folder by an earlier start that has saved no
-    checkpoint, or None."""
+    checkpoint, or None. `history`: see Resume."""
 
     identity: dict[str, Any] | None = None
+    history: str = ""
     candidate: ClassVar[None] = None
 
 
@@ -38,14 +39,18 @@ class Restart:
     """The run starts at step 1, and the earlier run in the folder is archived."""
 
     candidate: ClassVar[None] = None
+    history: ClassVar[str] = ""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """The run continues from a checkpoint. `faults`: damaged checkpoints, renamed once this one is loaded."""
+    """The run continues from a checkpoint. `faults`: damaged checkpoints, renamed once this one is loaded.
+    `history`: LastCommit.history of the copies in memory that are later states of this run; empty if none is.
+    """
 
     candidate: Candidate
     faults: Sequence[Fault] = ()
+    history: str = ""
 
 
 Start = New | Restart | Resume
@@ -76,6 +81,7 @@ def decide(
     if config.restart and not (last and last.restarted):
         return Restart()
     found, load_step = list(faults), config.load_step
+    history = last.history if last and load_step in (-1, last.load_step) else ""
     if last and last.load_step == load_step != -1 and (last.step or 0) < load_step:
         # The rewind has archived the checkpoint of load_step; going back there again would undo the rewind.
         logger.info(f"load_step = {load_step} was already carried out, and the run has rewound since")
@@ -87,12 +93,12 @@ def decide(
             "checkpoint.enable",
         )
     if candidate is not None:
-        return Resume(candidate, tuple(found))
+        return Resume(candidate, tuple(found), history)
     if error := unusable(folder, found) or damage:
         raise error
     _check_nothing_was_saved(last, run_folder, config)
     file = run_folder / "run_identity.json"
-    return New(read_identity(file) if storage.exists(file) and not config.restart else None)
+    return New(read_identity(file) if storage.exists(file) and not config.restart else None, history)
 
 
 def _check_nothing_was_saved(last: LastCommit | None, run_folder: PurePath, config: Checkpoint) -> None:

@@ -183,6 +183,7 @@ class Meter:
             time/rewind_s (s): a rewind after a spike ([numerics.md](numerics.md#rewinds))
             time/profiling_s (s): writing of profiles
             checkpoint/stall_s (s): pause of training for a save
+            checkpoint/copy_s (s): pause of training for copies to the memory of the nodes
         """
         self.synchronize()  # work of the steps that is still queued on the device counts as theirs
         began = time.perf_counter()

@@ -32,6 +32,7 @@ PAUSES = {
     "digests": "time/digest_s",
     "fault checks": "time/fault_check_s",
     "saves": "checkpoint/stall_s",
+    "copies to memory": "checkpoint/copy_s",
     "profiles": "time/profiling_s",
     "rewinds": "time/rewind_s",
 }

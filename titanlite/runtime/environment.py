@@ -142,6 +142,11 @@ def restart_began() -> float | None:
     return float(seconds) if seconds else None
 
 
+def shared_memory() -> Path:
+    """The root of the shared memory of this node, in which copies of the state outlive the ranks."""
+    return Path(os.environ.get("TITANLITE_SHM") or "/dev/shm")
+
+
 def flight_record_prefix(folder: str) -> str:
     """Path, without the rank at its end, to which NCCL writes its flight record when a collective times out:
     the user's TORCH_FR_DUMP_TEMP_FILE, else in the launcher's `folder`."""

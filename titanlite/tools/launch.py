@@ -4,21 +4,28 @@ The job is loaded and checked before any rank begins, so that a mistake is repor
 
 from __future__ import annotations
 
+import shutil
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
-from titanlite.runtime.environment import prepare_to_launch
+from titanlite.runtime.environment import prepare_to_launch, shared_memory
 from titanlite.runtime.fork_server import fork_server
 from titanlite.runtime.notices import stop_at_notice
 from titanlite.runtime.parent import stop_with_tune
-from titanlite.runtime.signals import stop_requests
+from titanlite.runtime.signals import Stopped, stop_requests
 from titanlite.tools.verbs import launch_arguments
 
 if TYPE_CHECKING:
     from titanlite.job import Job
+
+# After a crash, lack of memory and a signal to stop, the same command may come back to this node and continue
+# from the copies of the state in its memory. All other exit codes end the run on this node.
+RESUMABLE = {1, 5, Stopped.exit_code}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,12 +43,25 @@ def main(argv: Sequence[str]) -> int:
     with fork_server(words) as server:  # it imports while this process does
         from titanlite.runtime.launcher import start_ranks
 
-        _check_job(options, path, overrides)
-        with stop_requests(), stop_at_notice(options.notice):
-            return start_ranks(options, words, server)
+        job = _check_job(options, path, overrides)
+        with stop_requests(), stop_at_notice(options.notice), _memory_for_copies(job) as memory:
+            exit_code = start_ranks(options, words, server)
+            if exit_code not in RESUMABLE:
+                shutil.rmtree(memory, ignore_errors=True)
+    return exit_code
 
 
-def _check_job(options: Namespace, path: str, overrides: Sequence[str]) -> None:
+@contextmanager
+def _memory_for_copies(job: Job) -> Iterator[Path]:
+    """The folder of the job's copies of its state in the memory of this node, which is in use in the body."""
+    from titanlite.checkpoint.memory import in_use, memory_folder
+
+    folder = memory_folder(shared_memory(), job.folder)
+    with in_use(folder) if job.checkpoint.memory_interval else nullcontext():
+        yield folder
+
+
+def _check_job(options: Namespace, path: str, overrides: Sequence[str]) -> Job:
     """Load the job, with the user's components, and check it for each number of nodes that may train it.
     Raises ConfigError."""
     from titanlite.job import load_job
@@ -53,6 +73,7 @@ def _check_job(options: Namespace, path: str, overrides: Sequence[str]) -> None:
         job.check_folders()
     except ConfigError as e:
         raise toml.read(path, overrides)[1].located(e) from None
+    return job
 
 
 def _check_nodes(job: Job, options: Namespace, nodes: int) -> None:

@@ -38,7 +38,9 @@ RECORD = "last_commit.json"
 
 
 def recorded(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / RECORD).read_text())
+    record = json.loads((folder / RECORD).read_text())
+    assert record.pop("history"), "tests/unit/checkpoint/test_memory.py"
+    return record
 
 
 def test_each_commit_is_recorded_outside_the_checkpoint_folder(tmp_path: Path) -> None:
