@@ -131,7 +131,7 @@ def start_run(
         if memory is not None:
             start = memory.newer(start)
         record = RunRecord(identity, "[job]\n", bits)
-        return Checkpointer(config, record, start, ranks, lock, distance, memory)
+        return Checkpointer(config, record, start, ranks, lock, distance, memory=memory)
     except BaseException:
         lock.close()
         raise

@@ -126,8 +126,10 @@ CALLS = {
     "is_dir", "stat", "iterdir", "glob", "rglob", "scandir", "listdir", "read_bytes", "read_text",
     "write_bytes", "write_text", "touch", "fsync", "write_atomically", "write_new", "read_regular",
 }  # fmt: skip
-# A user's own paths, copies on the disk of a node, and the traces that torch writes.
-LOCAL_ONLY = {"checkpoint/find.py", "checkpoint/node_copies.py", "metrics/profiling.py"}
+# A user's own paths, copies on the disk and in the memory of a node, and the traces that torch writes.
+LOCAL_ONLY = {
+    "checkpoint/find.py", "checkpoint/memory.py", "checkpoint/node_copies.py", "metrics/profiling.py",
+}  # fmt: skip
 
 
 def direct_calls(source: str) -> set[str]:

@@ -343,7 +343,7 @@ class Checkpointer:
         then the run folder stays locked until close_after_error()."""
         self.saver.finish()
         if self._memory is not None:
-            self._memory.remove()
+            self._memory.delete()
         self._release()
 
     def close_after_error(self, error: BaseException | None = None) -> None:

@@ -398,7 +398,7 @@ class NodeMemory:
                     path.rename(trash)
                 shutil.rmtree(trash, ignore_errors=True)
 
-    def remove(self) -> None:
+    def delete(self) -> None:
         """Delete the folder of this node: the run has saved its last state on the disk. Not collective."""
         self._use.close()
         if self._is_first:
