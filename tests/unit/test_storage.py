@@ -128,7 +128,8 @@ CALLS = {
 }  # fmt: skip
 # A user's own paths, copies on the disk and in the memory of a node, and the traces that torch writes.
 LOCAL_ONLY = {
-    "checkpoint/find.py", "checkpoint/memory.py", "checkpoint/node_copies.py", "metrics/profiling.py",
+    "checkpoint/find.py", "checkpoint/memory.py", "checkpoint/node_copies.py", "checkpoint/transfer.py",
+    "metrics/profiling.py",
 }  # fmt: skip
 
 
