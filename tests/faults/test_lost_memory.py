@@ -93,7 +93,7 @@ def test_a_crash_without_restarts_leaves_the_copies_and_a_stop_does_not(start: A
     assert node.end() == 1, node.log
     assert 6 in node.copied
     node = start(steps, NGPU="2", STEP_S="2")
-    node.until(lambda: resumed(node.job))
+    node.until(lambda: resumed(node.job) and node.step > 6)
     node.launcher.send_signal(signal.SIGTERM)
     assert node.end() == 75, node.log
     assert resumed(node.job) == [6]

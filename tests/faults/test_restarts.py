@@ -308,8 +308,7 @@ def test_sigterm_to_one_node_saves_and_ends_all_with_75(start: Any, stopped: int
         "STEP_S": "0.4",
     }
     nodes = [
-        start(NODE_RANK=str(number), PET_RDZV_CONF=f"is_host={number == 0}", STEP_S="0.4", **common)
-        for number in (0, 1)
+        start(NODE_RANK=str(number), PET_RDZV_CONF=f"is_host={number == 0}", **common) for number in (0, 1)
     ]
     nodes[0].until(lambda: nodes[0].step >= 1)
     nodes[stopped].launcher.terminate()
