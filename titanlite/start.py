@@ -17,7 +17,7 @@ import torch
 
 from titanlite.attention.base import AttentionBackend, AttentionNeeds, kernels
 from titanlite.attention.linear import build_attention
-from titanlite.checkpoint.checkpointer import Checkpointer, RunRecord
+from titanlite.checkpoint.checkpointer import Checkpointer, KeptForFaults, RunRecord
 from titanlite.checkpoint.lock import FolderLock
 from titanlite.checkpoint.memory import NodeMemory, Place
 from titanlite.checkpoint.resume import Candidate
@@ -302,8 +302,8 @@ def open_checkpoints(
     """The checkpoints of the run, whose folder is made and locked. `kernel`: of the attention. Collective."""
     config, guard = parts.job.checkpoint, parts.job.guard
     record = RunRecord(parts.identity, parts.job_toml, bits_conditions(parts.job, rt, kernel))
-    distance, freq = guard.rewind_distance, guard.fault_check_freq
-    return Checkpointer(config, record, start, rt.ranks, lock, distance, freq, memory)
+    keep = KeptForFaults(guard.rewind_distance, guard.fault_check_freq)
+    return Checkpointer(config, record, start, rt.ranks, lock, keep, memory)
 
 
 def bits_conditions(job: Job, rt: Runtime, kernel: str) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.checkpointer import Checkpointer, RunRecord
+from titanlite.checkpoint.checkpointer import Checkpointer, KeptForFaults, RunRecord
 from titanlite.checkpoint.lock import FolderLock
 from titanlite.checkpoint.memory import NodeMemory, Place
 from titanlite.checkpoint.section import Checkpoint
@@ -131,7 +131,7 @@ def start_run(
         if memory is not None:
             start = memory.newer(start)
         record = RunRecord(identity, "[job]\n", bits)
-        return Checkpointer(config, record, start, ranks, lock, distance, memory=memory)
+        return Checkpointer(config, record, start, ranks, lock, KeptForFaults(distance), memory)
     except BaseException:
         lock.close()
         raise

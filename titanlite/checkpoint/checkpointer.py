@@ -64,16 +64,23 @@ class RunRecord(NamedTuple):
     bits: dict[str, Any] | None = None
 
 
+class KeptForFaults(NamedTuple):
+    """Which checkpoints are kept because the run may go back to them. `rewind_distance`: one healthy
+    checkpoint that is at least so many steps older than the newest, for a spike; None for a run that never
+    rewinds. `fault_check_freq`: the newest healthy one that is not newer than the last multiple of it, for a
+    silent fault; 0: none."""
+
+    rewind_distance: int | None = None
+    fault_check_freq: int = 0
+
+
 class Checkpointer:
     """Checkpoints of one run, which starts as `start` says. The constructor locks the run folder for writing;
     it raises ConfigError if the folder cannot be used. The constructor and all methods that save or load are
     collective.
 
-    `lock`: of the run folder; used on rank 0. `rewind_distance`: one healthy checkpoint that is at least so
-    many steps older than the newest checkpoint is kept, because the run may go back to it after a spike; None
-    for a run that never does. `fault_check_freq`: the newest healthy checkpoint that is not newer than the
-    last multiple of it is kept, too, for a silent fault; 0: none. `memory`: for copies of the state between
-    two checkpoints; None: no copies."""
+    `lock`: of the run folder; used on rank 0. `keep`: which checkpoints the run may go back to. `memory`: for
+    copies of the state between two checkpoints; None: no copies."""
 
     def __init__(
         self,
@@ -82,13 +89,11 @@ class Checkpointer:
         start: Start,
         ranks: Ranks,
         lock: FolderLock,
-        rewind_distance: int | None = None,
-        fault_check_freq: int = 0,
+        keep: KeptForFaults | None = None,
         memory: NodeMemory | None = None,
     ):
         self.config, self.folder = config, lock.folder / config.folder
-        self.record, self._rewind_distance = record, rewind_distance
-        self._fault_check_freq = fault_check_freq
+        self.record, self._keep = record, keep or KeptForFaults()
         self._run_folder, self._start, self.ranks, self._lock = lock.folder, start, ranks, lock
         self.candidate = start.candidate if isinstance(start, Resume) else None
         """The checkpoint that the run resumed from; None for a new run. A rewind sets it."""
@@ -375,9 +380,9 @@ class Checkpointer:
             if self.candidate is not None:
                 keep.add(self.candidate.step)
             newest_step = commit.list_committed(self.folder)[-1][0]
-            if self._rewind_distance is not None:
-                keep |= steps_for_rewind(healthy, newest_step - self._rewind_distance)
-            if freq := self._fault_check_freq:
+            if self._keep.rewind_distance is not None:
+                keep |= steps_for_rewind(healthy, newest_step - self._keep.rewind_distance)
+            if freq := self._keep.fault_check_freq:
                 keep.update([step for step in healthy if step <= newest_step // freq * freq][-1:])
             commit.retain(self.folder, self.config.keep_latest_k, self.config.keep_every_n_steps, keep)
         except OSError as e:  # not an error of the save: the new checkpoint exists
