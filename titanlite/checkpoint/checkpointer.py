@@ -369,9 +369,9 @@ class Checkpointer:
         except OSError as e:  # the checkpoint exists, and the next commit or start writes the file
             logger.warning(f"{last_commit.NAME} could not be written: {e}")
         self._newly_committed.append(step)
-        self._retain()
+        self._retain(step)
 
-    def _retain(self) -> None:
+    def _retain(self, newest_step: int) -> None:
         if not self.config.keep_latest_k:  # keeps all
             return
         try:
@@ -379,7 +379,6 @@ class Checkpointer:
             keep = set(healthy[-2:])  # the next step may show that the weights of the newest have diverged
             if self.candidate is not None:
                 keep.add(self.candidate.step)
-            newest_step = commit.list_committed(self.folder)[-1][0]
             if self._keep.rewind_distance is not None:
                 keep |= steps_for_rewind(healthy, newest_step - self._keep.rewind_distance)
             if freq := self._keep.fault_check_freq:
