@@ -188,7 +188,11 @@ def test_a_run_on_a_disk_that_was_full_for_a_while(
     job = make_job(disk.path, corpus, "--training.steps=12", f"--checkpoint.async_mode={mode}")
     assert train(job) == 0
     assert_whole(job.folder, 4, 12)
-    assert history(job) == history(whole)
+    # While the save fills the last bytes of the disk, rows of metrics.jsonl have no room either.
+    rows = history(job)
+    lost = [row for row in history(whole) if row not in rows]
+    assert rows == [row for row in history(whole) if row not in lost]
+    assert all(8 <= row[0] < 12 for row in lost)
     one, other = (commit.digests(commit.read_manifest(j.folder / "checkpoint/step-12")) for j in (job, whole))
     assert {**one, "job.toml": None} == {**other, "job.toml": None}
 
