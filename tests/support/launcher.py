@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -72,59 +72,24 @@ commit.commit = slowly
 """
 
 
-class Node:
-    """./run_train.sh on a tiny job. All its processes have a mark in their environment."""
+class Launcher:
+    """./run_train.sh with its log and its processes, all of which have a mark in their environment."""
 
-    count = itertools.count()
-
-    def __init__(self, folder: Path, corpus: Path, arguments: tuple[str, ...], environment: dict[str, str]):
-        self.folder, self.job = folder, make_job(folder, corpus, *arguments, world_size=2)
-        (folder / "walking.py").write_text(PLUGIN.replace("STARTS", str(folder / "starts")))
-        self._log = folder / f"log-{next(Node.count)}"
-        self.listened: set[str] = set()
-        self.scratch = folder / "tmp"
-        self.scratch.mkdir(exist_ok=True)
-        self.memory = folder / f"memory-{environment.get('NODE_RANK', 0)}"
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path):
+        """`log`: a new file."""
+        self._log, self._mark = log, f"MARK={log}\0".encode()
+        self.memory = Path(environment["TITANLITE_SHM"])
         """The shared memory of this node, which outlives it."""
-        self.memory.mkdir(exist_ok=True)
-        self._mark = f"MARK={self._log}\0".encode()
-        command = [
-            str(ROOT / "run_train.sh"),
-            str(write_toml(folder, corpus)),
-            f"--job.dump_folder={self.job.folder}",
-            f"--data.cache_dir={self.job.data.cache_dir}",
-            '--job.imports=["walking"]',
-            "--optimizer.name=walking",
-            *arguments,
-        ]
-        own = {"MARK": str(self._log), "TMPDIR": str(self.scratch), "PYTHONPATH": path_with(folder)}
-        own["TITANLITE_SHM"] = str(self.memory)
-        with open(self._log, "w") as log:
+        with open(log, "w") as file:
             self.launcher = subprocess.Popen(
-                command, cwd=ROOT, env=os.environ | ON_THIS_PYTHON | own | environment,
-                stdout=log, stderr=log,
+                [str(ROOT / "run_train.sh"), *arguments],
+                cwd=ROOT, env=os.environ | ON_THIS_PYTHON | environment | {"MARK": str(log)},
+                stdout=file, stderr=file,
             )  # fmt: skip
 
     @property
     def log(self) -> str:
         return self._log.read_text()
-
-    @property
-    def starts(self) -> list[str]:
-        """Rank and restart of each process that has read the job."""
-        path = self.folder / "starts"
-        return sorted(path.read_text().splitlines()) if path.exists() else []
-
-    @property
-    def step(self) -> int:
-        """The last logged step; every step is logged."""
-        path = self.job.folder / "metrics.jsonl"
-        return path.read_text().count("\n") if path.exists() else 0
-
-    @property
-    def saved(self) -> list[int]:
-        """The saved steps."""
-        return [step for step, _ in list_committed(self.job.folder / "checkpoint")]
 
     @property
     def copied(self) -> list[int]:
@@ -134,6 +99,10 @@ class Node:
     def ranks(self) -> list[int]:
         """Ranks and their loader workers that are alive."""
         return self._running("titanlite.cli", "train")
+
+    def ranks_alone(self) -> list[int]:
+        """Ranks that are alive: the launcher is their parent."""
+        return [pid for pid in self.ranks() if parent_of(pid) == self.launcher.pid]
 
     def fork_server(self) -> int:
         """The process from which the launcher forks ranks."""
@@ -169,6 +138,55 @@ class Node:
             assert time.monotonic() < end, self.log
             time.sleep(0.05)
 
+    def close(self) -> None:
+        """End all processes that are left."""
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.launcher.wait()
+
+
+class Node(Launcher):
+    """A launcher of a tiny job."""
+
+    count = itertools.count()
+
+    def __init__(self, folder: Path, corpus: Path, arguments: tuple[str, ...], environment: dict[str, str]):
+        self.folder, self.job = folder, make_job(folder, corpus, *arguments, world_size=2)
+        (folder / "walking.py").write_text(PLUGIN.replace("STARTS", str(folder / "starts")))
+        self.listened: set[str] = set()
+        self.scratch = folder / "tmp"
+        self.scratch.mkdir(exist_ok=True)
+        memory = folder / f"memory-{environment.get('NODE_RANK', 0)}"
+        memory.mkdir(exist_ok=True)
+        words = [
+            str(write_toml(folder, corpus)),
+            f"--job.dump_folder={self.job.folder}",
+            f"--data.cache_dir={self.job.data.cache_dir}",
+            '--job.imports=["walking"]',
+            "--optimizer.name=walking",
+            *arguments,
+        ]
+        own = {"TMPDIR": str(self.scratch), "PYTHONPATH": path_with(folder), "TITANLITE_SHM": str(memory)}
+        super().__init__(words, own | environment, folder / f"log-{next(Node.count)}")
+
+    @property
+    def starts(self) -> list[str]:
+        """Rank and restart of each process that has read the job."""
+        path = self.folder / "starts"
+        return sorted(path.read_text().splitlines()) if path.exists() else []
+
+    @property
+    def step(self) -> int:
+        """The last logged step; every step is logged."""
+        path = self.job.folder / "metrics.jsonl"
+        return path.read_text().count("\n") if path.exists() else 0
+
+    @property
+    def saved(self) -> list[int]:
+        """The saved steps."""
+        return [step for step, _ in list_committed(self.job.folder / "checkpoint")]
+
     def end(self, timeout_s: float = 300) -> int:
         """Wait for the end, and collect the ports that are open meanwhile. Returns the exit code."""
 
@@ -178,13 +196,6 @@ class Node:
 
         self.until(ended, timeout_s)
         return self.launcher.returncode
-
-    def close(self) -> None:
-        """End all processes that are left."""
-        for pid in self.processes():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.launcher.wait()
 
 
 def launch(*arguments: str, timeout_s: int = 400, **environment: str) -> subprocess.CompletedProcess:
@@ -203,3 +214,10 @@ def launch(*arguments: str, timeout_s: int = 400, **environment: str) -> subproc
 def path_with(folder: Path) -> str:
     """A PYTHONPATH that includes `folder`."""
     return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
+
+
+def parent_of(pid: int) -> int:
+    """The parent of a process; 0 if the process has ended."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
