@@ -247,9 +247,12 @@ def test_a_launcher_killed_while_the_ranks_are_starting_leaves_nothing_behind(st
 # ---- nodes
 
 
-def two_nodes(start: Any, nnodes: str) -> tuple[Node, Callable[[], Node]]:
+def two_nodes(
+    start: Any, nnodes: str, before: Callable[[Node], None] = lambda first: None
+) -> tuple[Node, Callable[[], Node]]:
     """The first node, whose agent has the store, after the second node was killed behind a commit; and a
-    function that starts the second node again. Nodes that come within 20 s of each other begin together."""
+    function that starts the second node again. Nodes that come within 20 s of each other begin together.
+    `before`: is called with the first node before the second one is killed."""
     common = {
         "NNODES": nnodes, "RDZV_ENDPOINT": f"localhost:{free_port()}", "MAX_RESTARTS": "3", "STEP_S": "0.4",
     }  # fmt: skip
@@ -260,6 +263,7 @@ def two_nodes(start: Any, nnodes: str) -> tuple[Node, Callable[[], Node]]:
 
     first, second = node(0), node(1)
     first.until(lambda: first.saved)
+    before(first)
     second.launcher.kill()
     first.until(lambda: not second.processes())
     assert worlds(first) == [2]
@@ -281,6 +285,25 @@ def test_a_node_that_comes_back_is_waited_for(start: Any, whole: Job) -> None:
     assert second.end() == 0, second.log
     assert worlds(first) == [2, 2]
     assert "resumed from" in first.log
+    assert_same(first.job, whole)
+
+
+@pytest.mark.full
+def test_a_rank_that_cannot_end_holds_up_no_restart_after_a_lost_node(
+    start: Any, whole: Job
+) -> None:
+    """As one that waits in a kernel of NCCL for a rank of the lost node. torchrun gives it 30 s to end."""
+
+    def stop_rank(first: Node) -> None:
+        (rank,) = first.ranks_alone()
+        os.kill(rank, signal.SIGSTOP)
+
+    first, again = two_nodes(start, "2", stop_rank)
+    second = again()
+    assert first.end() == 0, first.log + second.log
+    assert second.end() == 0, second.log
+    (event,) = recoveries(first.job)
+    assert event["seconds"] < 25
     assert_same(first.job, whole)
 
 

@@ -112,6 +112,8 @@ class Agent(LocalElasticAgent):
 
     grace_s: float | None = None
     """Seconds after a signal to stop at which this node is killed; None: it waits for the ranks."""
+    max_nodes = 1
+    """The most nodes that the run may have."""
     _stop_at: float | None = None
     _ended_at: float | None = None
     _notes: Path | None = None
@@ -153,6 +155,10 @@ class Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         set_restart_began(self._failed_at or time.monotonic())  # now: another node was lost, or joins
+        if worker_group.group_world_size == self.max_nodes and self._pcontext is not None:
+            # A node can only join a run of all nodes if one was lost. Ranks that wait for the lost one cannot
+            # save, and some cannot end: torch would wait 30 s.
+            self._pcontext.close(signal.SIGTERM, END_S)
         super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
