@@ -135,6 +135,11 @@ class Nodes:
         self._check_progress()
         return has_ended and all(code is not None for code in codes)
 
+    def copied(self) -> int:
+        """The newest copy in memory that is complete on all nodes; 0 if there is none."""
+        of_nodes = [set(node.copied) for node in self.nodes]
+        return max(set.intersection(*of_nodes), default=0)
+
     def step(self) -> int:
         """The last logged step."""
         with suppress(OSError, ValueError, IndexError), open(self.folder / "metrics.jsonl", "rb") as file:
@@ -227,9 +232,9 @@ def train_with_faults(nodes: Nodes, planned: Sequence[Fault]) -> list[dict[str, 
         while not nodes.look():
             time.sleep(POLL_S)
             due = left and time.time() > began + left[0].at_s
+            copied, now = nodes.copied(), time.time()
             if due and nodes.step() < nodes.last_step and nodes.inflict(left[0]):
-                fault = left.pop(0)
-                about = {**fault._asdict(), "time": time.time(), "step": nodes.step()}
+                about = {**left.pop(0)._asdict(), "time": now, "copied": copied}
                 print(json.dumps(about), flush=True)
                 happened.append(about)
     return happened
