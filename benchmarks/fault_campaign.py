@@ -3,13 +3,15 @@ undisturbed run, bit by bit.
 
     python benchmarks/fault_campaign.py undisturbed debug --output FILE [--nodes 2] [--ranks 2]
         [--seconds 480] [--section.key=value ...]
-    python benchmarks/fault_campaign.py faults FILE [--seed 1] [--mean 100] [--kinds rank,launcher,...]
+    python benchmarks/fault_campaign.py faults FILE [--seed 1] [--mean 100] [--seconds 480]
+        [--kinds rank,launcher,...]
     python benchmarks/fault_campaign.py draw FILE [--campaign 0] [--output assets/fault_campaign.svg]
 
 `undisturbed` trains for --seconds, counted from the first step, is then told to stop, and records the last
 step and the digests of the state; it also fills the caches of data and compiled code. `faults` trains the
-same job to the same step and disturbs it for the same time. Each call adds a campaign to FILE. `draw` makes
-the picture of one campaign from FILE alone.
+same job to the same step, disturbed for --seconds (by default the same time, and at most until the last
+step), and fails if the digests differ. Each call adds a campaign to FILE. `draw` makes the picture of one
+campaign from FILE alone.
 
 Each node is a ./run_train.sh of this machine, with its own shared memory and, if there are several nodes, its
 own GPUs. A launcher that ends before the run has ended is started again at once, as Slurm and Kubernetes do.
@@ -411,7 +413,8 @@ def faults(options: argparse.Namespace) -> None:
     about = json.loads(options.file.read_text())
     whole = about["undisturbed"]
     kinds = options.kinds or (SEVERAL_NODES if about["nodes"] > 1 else ONE_NODE)
-    planned = plan_faults(options.seed, about["seconds"], options.mean, kinds, about["nodes"], about["ranks"])
+    seconds = options.seconds or about["seconds"]
+    planned = plan_faults(options.seed, seconds, options.mean, kinds, about["nodes"], about["ranks"])
     print(f"seed {options.seed}: {len(planned)} faults, {options.mean:g} s apart on average", flush=True)
     folder = options.folder / f"faults-{options.seed}"
     nodes = nodes_of(about, folder, whole["steps"])
@@ -425,7 +428,7 @@ def faults(options: argparse.Namespace) -> None:
         "mean_s": options.mean,
         "planned": len(planned),
         "equal": {name: own[name] == whole[name] for name in own},
-        **consequences(folder, happened, about["seconds"]),
+        **consequences(folder, happened, seconds),
         "launcher_restarts": [(r["node"], r["exit_code"]) for r in nodes.restarts],
         "most_steps_of_a_copy": nodes.most_steps_of_a_copy,
         **own,
@@ -461,6 +464,7 @@ def main() -> None:
     second.add_argument("file", type=Path)
     second.add_argument("--seed", type=int, default=1)
     second.add_argument("--mean", type=float, default=100, help="mean seconds between faults")
+    second.add_argument("--seconds", type=float, help="in which faults come; by default those of FILE")
     second.add_argument("--kinds", type=lambda text: text.split(","))
     for program in (first, second):
         program.add_argument("--folder", type=Path, default=ROOT / "outputs/fault_campaign")

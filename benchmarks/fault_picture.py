@@ -51,12 +51,14 @@ def picture(result: dict[str, Any], number: int) -> str:
     for curve in curves:
         points = " ".join(f"{x(at)},{y(step)}" for at, step in curve)
         shapes.append(f'<polyline points="{points}" fill="none" stroke="{LINE}" stroke-width="2.5"/>')
-    for number_, fault in enumerate(campaign["faults"], start=1):
+    beside, level = -99.0, 0  # the mark before, and how far its number is above the plot
+    for i, fault in enumerate(campaign["faults"], start=1):
         at = x(fault["time"])
-        shapes.append(
-            f'<path d="M{at} {TOP - 6} V{HEIGHT - BOTTOM}" stroke="{TEXT}" stroke-dasharray="3 3"/>'
-        )
-        shapes.append(text(at, TOP - 11, str(number_), 'text-anchor="middle" font-weight="600"'))
+        level = level + 1 if float(at) - beside < 16 else 0
+        beside, top = float(at), TOP - 8 - 14 * level
+        dashed = f'stroke="{TEXT}" stroke-dasharray="3 3"'
+        shapes.append(f'<path d="M{at} {top + 3} V{HEIGHT - BOTTOM}" {dashed}/>')
+        shapes.append(text(at, top, str(i), 'text-anchor="middle" font-weight="600"'))
     title = (
         f"{len(campaign['faults'])} faults in {campaign['seconds']:.0f} s: {campaign['goodput']:.1%} of the "
         f"time in steps that count; weights equal those of the undisturbed run: "
