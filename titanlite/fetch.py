@@ -53,9 +53,9 @@ def local_copy(path: PurePath) -> Path:
                 with new_folder(folder) as partial:
                     _copy_checkpoint(checkpoint, manifest, partial)
     except Damaged as e:
-        is_there = storage.is_folder(checkpoint)  # a run that goes on deletes old ones
-        reason = f"is damaged: {e}" if is_there else "was deleted while it was read"
-        raise CheckpointError(f"{checkpoint} {reason}") from None
+        if not storage.is_folder(checkpoint):  # a run that goes on deletes old ones
+            raise CheckpointError(f"{checkpoint} was deleted while it was read") from None
+        raise commit.damaged(checkpoint, e) from None
     return folder
 
 

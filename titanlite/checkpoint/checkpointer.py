@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from titanlite.checkpoint.node_copies import NodeCopies
 from titanlite.checkpoint.reader import MisfitError, load_tensors
 from titanlite.checkpoint.resume import Candidate, Fault
 from titanlite.checkpoint.run_identity import OPTIMIZER, check_optimizer
+from titanlite.checkpoint.save_plan import SavePlans
 from titanlite.checkpoint.saver import Saver, Snapshot
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.start import New, Restart, Resume, Start, check_run_identity, decide
@@ -41,6 +43,9 @@ from titanlite.errors import Diverged
 from titanlite.log import logger
 from titanlite.optim.base import make_state
 from titanlite.ranks import Ranks
+
+# Seconds until the next copy to memory per second that a copy took, with memory_interval = -1.
+PAUSE = 3
 
 
 def steps_for_rewind(healthy: Sequence[int], last_step: int) -> set[int]:
@@ -100,6 +105,7 @@ class Checkpointer:
         self._newly_committed = deque[int]()
         self._saved_step = 0  # the newest step that was loaded or passed to save()
         self._copied_step = 0  # the newest step that was loaded, saved or copied to memory
+        self._next_copy_at = 0.0  # for memory_interval = -1: by time.perf_counter()
         self._memory, self._history = memory, start.history or _new_history()
         self._health: dict[int, bool] = {}  # whether the checkpoint of a step is healthy, as far as known
         # on rank 0: damaged checkpoints that are not renamed yet
@@ -217,13 +223,14 @@ class Checkpointer:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank still works for a save or a copy to memory."""
-        return self.saver.busy
+        """Whether this rank still works for a save or a copy to memory or, with memory_interval = -1, the
+        newest copy was made too recently."""
+        return self.saver.busy or time.perf_counter() < self._next_copy_at
 
     def copy_due(self, step: int, busy: bool) -> bool:
         """Whether to copy the step that was just taken to memory. `busy`: whether any rank is busy; then the
         copy is made after a later step. Training never waits for a copy."""
-        interval = self.config.memory_interval
+        interval = abs(self.config.memory_interval)  # -1: after the first step in which no rank is busy
         if not interval or busy or self._memory is None or not self._memory.is_on:
             return False
         return step // interval > self._copied_step // interval
@@ -244,11 +251,15 @@ class Checkpointer:
             return
         memory, history, step = self._memory, self._history, self._newest_commit
         assert memory is not None
-        self.saver.copy(
-            snapshot,
-            lambda tensors: self.ranks.union(non_finite(tensors)),
-            lambda snapshot, plans: memory.write(snapshot, Lineage(history, step), plans),
-        )
+        began = time.perf_counter()
+
+        def write(snapshot: Snapshot, plans: SavePlans) -> None:
+            memory.write(snapshot, Lineage(history, step), plans)
+            if self.config.memory_interval == -1:
+                ended = time.perf_counter()
+                self._next_copy_at = ended + PAUSE * (ended - began)
+
+        self.saver.copy(snapshot, lambda tensors: self.ranks.union(non_finite(tensors)), write)
 
     def save(self, state: TrainState) -> None:
         """Save now, after the save in flight has ended. If the state is not finite, nothing is saved, and

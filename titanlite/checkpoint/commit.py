@@ -95,6 +95,14 @@ def step_of(path: PurePath) -> int | None:
     return int(match[1]) if match else None
 
 
+def damaged(path: PurePath, reason: object) -> CheckpointError:
+    """The error for a damaged checkpoint that a user has asked for. It names the checkpoint before it."""
+    step = step_of(path)
+    before = [other for saved, other in list_committed(path.parent) if step is not None and saved < step]
+    hint = f"; the checkpoint before it is {before[-1]}" if before else ""
+    return CheckpointError(f"{path} is damaged: {reason}{hint}")
+
+
 def check_space(folder: PurePath, needed_bytes: int, name: str = "a checkpoint") -> None:
     """Raises CheckpointError unless the storage has room for a directory whose tensors have `needed_bytes`.
     `name`: the directory's name in the error."""

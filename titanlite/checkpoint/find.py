@@ -60,7 +60,7 @@ def _recorded_step(path: PurePath) -> int:
     try:
         return commit.read_manifest(path)["step"]
     except commit.Damaged as e:
-        raise CheckpointError(f"{path} is damaged: {e}") from None
+        raise commit.damaged(path, e) from None
 
 
 def _checkpoint_folders(path: Path) -> Iterator[Path]:
@@ -91,5 +91,5 @@ def find_checkpoint(path: P) -> P:
     files of that checkpoint are missing or have another size."""
     checkpoint: P = checkpoints_below(path)[-1][1]
     if reason := commit.fault(checkpoint):
-        raise CheckpointError(f"{checkpoint} is damaged: {reason}")
+        raise commit.damaged(checkpoint, reason)
     return checkpoint

@@ -165,11 +165,7 @@ class NodeMemory:
                     return replace(start, candidate=candidate)
                 return Resume(candidate, history=start.history)
         if usable:
-            step = start.candidate.step if isinstance(start, Resume) else 0
-            self._log(
-                f"no copy in memory can be used; {_describe(start)}: steps {step + 1} to {usable[0].step} "
-                "are trained again"
-            )
+            self._log(f"the copy in memory of step {usable[0].step} is lost; {_describe(start)}")
         return start
 
     def _offers(self) -> list[Offer]:

@@ -83,7 +83,7 @@ class Saver:
                 logger.warning(f"{e} until there is more room")
             except OSError as e:
                 logger.warning(f"the free space of {self._folder} cannot be read: {e}")
-        copies = self._config.async_mode == "async" or self._config.memory_interval > 0
+        copies = self._config.async_mode == "async" or self._config.memory_interval != 0
         if copies and torch.cuda.is_available():
             self.task = self._thread.submit(self._allocate, tensors)
 

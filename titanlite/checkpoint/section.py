@@ -31,7 +31,8 @@ class Checkpoint:
     """Also keep steps that are multiples of this; 0: none."""
     memory_interval: int = 0
     """Steps between copies of the state in the memory of the node and of the next node, from which the run
-    resumes after a failure (docs/checkpoint.md). 0: none."""
+    resumes after a failure (docs/checkpoint.md). -1: so often that a quarter of the time a copy is in flight.
+    0: none."""
     load_step: int = -1
     """Step to go back to, once: the next start with the same value resumes from the newest checkpoint since.
     Later checkpoints move to `archived-<n>/`. -1: the newest."""
@@ -55,7 +56,8 @@ class Checkpoint:
             raise ConfigError(
                 "keep 2 or more, or 0 for all: with 1, one bad checkpoint would lose the run", "keep_latest_k"
             )
-        check_at_least(self, 0, "keep_every_n_steps", "memory_interval")
+        check_at_least(self, 0, "keep_every_n_steps")
+        check_at_least(self, -1, "memory_interval")
         if self.load_step < 1 and self.load_step != -1:
             raise ConfigError(
                 f"{self.load_step} is neither -1 nor a step; to begin again at step 1, set restart = true or "

@@ -47,7 +47,7 @@ def open_titanlite(path: Path, family: ModelFamily | None = None, average: bool 
         metadata = read_metadata(path, manifest)
         identity = json.loads(commit.read_file(path, TRAIN, manifest))["identity"]
     except Damaged as e:
-        raise CheckpointError(f"{path} is damaged: {e}") from None
+        raise commit.damaged(path, e) from None
     names = _names_in(metadata, MODEL)
     if average:
         averages = _names_in(metadata, f"{AVERAGE}.")
@@ -130,4 +130,4 @@ def check_hashes(path: Path) -> None:
     """Hash every file of a titanlite checkpoint. Raises CheckpointError for a file that differs from its
     recorded hash."""
     if reason := first_fault(path, commit.digests(commit.read_manifest(path))):
-        raise CheckpointError(f"{path} is damaged: {reason}")
+        raise commit.damaged(path, reason)

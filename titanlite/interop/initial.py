@@ -125,7 +125,7 @@ def _load(
     is_hashed = verify and kind == "titanlite"
     reason = Verification(path, commit.read_manifest(path), ranks).result() if is_hashed else None
     if reason:
-        raise ConfigError(f"{path} is damaged: {reason}", KEY)
+        raise ConfigError(str(commit.damaged(path, reason)), KEY)
     return own
 
 

@@ -4,7 +4,8 @@ Failures of a node come at a constant rate, independently of each other, so that
 failure every M = (mean time between failures of a node) / n seconds on average. Training of t seconds lies
 between two saves. A save holds up training for d seconds and is complete w seconds later, meanwhile training
 goes on. After a failure a restart takes r seconds, and starts again if there is a failure in it. Training
-continues from the newest complete checkpoint. Then on average
+continues from the newest complete checkpoint; copies in memory, if there are any, take the place of saves.
+Then on average
 
     time per failure of training      M exp(r / M)
     complete saves in it              N = exp(-w / M) / (exp((t + d) / M) - 1)
@@ -23,10 +24,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from titanlite.checkpoint.checkpointer import PAUSE
 from titanlite.config.component import ConfigError
 from titanlite.job import Job
 from titanlite.lab.cards import Cluster
-from titanlite.lab.lost_time import Size, Times, assumed_times, measured_times
+from titanlite.lab.lost_time import Size, Times, assumed_times, measured_times, with_copies
 from titanlite.report.recorded_run import RecordedRun
 from titanlite.report.timeline import AGAIN, TRAINING, duration
 from titanlite.table import table
@@ -125,8 +127,16 @@ def section(
         return None
     nodes = math.ceil(cluster.gpus / cluster.gpus_per_node)
     mtbf_s = 3600 * options.mtbf / nodes
-    intervals = {"configured": job.checkpoint.interval, "recommended": best_interval(times, mtbf_s)}
+    key, configured = "checkpoint.interval", job.checkpoint.interval
+    if job.checkpoint.memory_interval:
+        key, configured = "checkpoint.memory_interval", job.checkpoint.memory_interval
+        are_measured = run is not None and bool(run.setting(key, int))
+        times = with_copies(times, size, job.checkpoint.interval, are_measured=are_measured)
+        if configured == -1:
+            configured = math.ceil((1 + PAUSE) * (times.save + times.write) / times.step)
+    intervals = {"configured": configured, "recommended": best_interval(times, mtbf_s)}
     return {
+        "key": key,
         "mtbf_hours_of_node": options.mtbf,
         "nodes": nodes,
         "mtbf_hours_of_job": mtbf_s / 3600,
@@ -147,7 +157,7 @@ def text(plan: Mapping[str, Any] | None) -> str:
         return "no goodput, because this layout does not fit"
     columns = [plan["configured"], plan["recommended"]]
     times, sources = plan["times_s"], plan["sources"]
-    rows = [["checkpoint.interval", *(f"{column['interval']:,}" for column in columns)]]
+    rows = [[plan["key"], *(f"{column['interval']:,}" for column in columns)]]
     rows += [[cause, *(f"{column['shares'][cause]:.2%}" for column in columns)] for cause in CAUSES]
     rows.append(["steps again per failure", *(f"{column['repeated']:,.1f}" for column in columns)])
     hours = [column["hours"] for column in columns]
@@ -156,7 +166,7 @@ def text(plan: Mapping[str, Any] | None) -> str:
     is_limited = columns[1]["interval"] == max(math.ceil(times["write"] / step_s), 1)
     return "\n".join(
         [
-            f"goodput {columns[0]['goodput']:.2%}, or {columns[1]['goodput']:.2%} with --checkpoint.interval="
+            f"goodput {columns[0]['goodput']:.2%}, or {columns[1]['goodput']:.2%} with --{plan['key']}="
             f"{columns[1]['interval']}; a failure every {_hours(plan['mtbf_hours_of_job'])} (--mtbf: every "
             f"{_hours(plan['mtbf_hours_of_node'])} per node; nodes: {plan['nodes']:,})",
             table(rows, num_texts=1),

@@ -104,6 +104,21 @@ def measured_times(run: RecordedRun, assumed: Times, size: Size | None, gpus_per
     return replace(assumed, **found, sources=sources)
 
 
+def with_copies(times: Times, size: Size, save_interval: int, *, are_measured: bool) -> Times:
+    """Return the times of a job that goes back to copies in memory, with a copy in place of a save; its saves
+    to the disk count as pauses. `are_measured`: the pauses of `times` have those for copies already."""
+    copy = assumed_times(times.step, size, is_async=True)
+    pauses = times.pauses + times.save / (save_interval * times.step)
+    about = f"of a copy in memory: {'among the pauses' if are_measured else copy.sources['save']}"
+    sources = times.sources | {
+        "save": about,
+        "write": f"of a copy in memory: {copy.sources['write']}",
+        "pauses": f"{times.sources['pauses']}; and saves to the disk every {save_interval} steps",
+    }
+    save_s = 0.0 if are_measured else copy.save
+    return replace(times, save=save_s, write=copy.write, pauses=pauses, sources=sources)
+
+
 def _growth(size: Size, measured: Size) -> tuple[float, float]:
     """How much larger checkpoints are per GPU and per node than those that were measured. Smaller ones are
     taken to need the same time, in which latency and synchronisation may dominate."""

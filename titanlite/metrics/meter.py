@@ -17,6 +17,7 @@ import torch
 from titanlite.config.amount import Interval
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.data.step_sizes import StepSize
+from titanlite.log import logger
 from titanlite.metrics.memory import peak_memory
 from titanlite.metrics.metric import Metric
 from titanlite.metrics.records import utc_now
@@ -88,10 +89,13 @@ class Metrics:
 
     def open_sinks(self, run: RunInfo) -> Sinks:
         """All sinks of a run; for rank 0. Raises ConfigError for one that cannot work as it is set."""
+        records = JsonLines(run.folder / "metrics.jsonl", run.resumed_step)
+        if records.superseded is not None:
+            logger.info(f"steps {run.resumed_step + 1} to {records.superseded} are trained again")
         sinks = Sinks(
             {
                 "console": Console(run.total_steps),
-                "metrics.jsonl": JsonLines(run.folder / "metrics.jsonl", run.resumed_step),
+                "metrics.jsonl": records,
                 "tables": Tables(run.folder, run.resumed_step),
                 "events.jsonl": EventLog(run.folder / "events.jsonl", run.resumed_step),
                 "samples.txt": Samples(run.folder / "samples.txt", run.resumed_step),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import PurePath
 
@@ -21,29 +22,31 @@ def append(path: PurePath, data: bytes) -> None:
 
 def cut(
     path: PurePath, split: Callable[[bytes], Sequence[bytes]], step_of: Callable[[bytes], int], from_step: int
-) -> None:
+) -> int | None:
     """Leave only the records up to `from_step` in a file. All other records move to
     `<name>.superseded.<ending>`: records of later steps, a last record that a kill has cut short, and damaged
-    records. Raises OSError.
+    records. Returns the latest step whose record has moved, if any. Raises OSError.
 
     `split`: splits a file's content into records. `step_of`: the step of a record; raises ValueError for a
     damaged record.
     """
     storage = storage_of(path)
     if not storage.exists(path):
-        return
-    content, kept, removed = storage.read(path), list[bytes](), list[bytes]()
+        return None
+    content, kept, removed, latest = storage.read(path), list[bytes](), list[bytes](), None
     for record in split(content):
         record = record if record.endswith(b"\n") else record + b"\n"
-        try:
-            is_kept = 0 <= step_of(record) <= from_step
-        except ValueError:
-            is_kept = False
+        is_kept = False
+        with suppress(ValueError):
+            step = step_of(record)
+            is_kept = 0 <= step <= from_step
+            latest = latest if is_kept else max(step, latest or step)
         (kept if is_kept else removed).append(record)
     if removed:
         append(path.with_suffix(f".superseded{path.suffix}"), b"".join(removed))
     if (remaining := b"".join(kept)) != content:
         storage.put(path, remaining)
+    return latest
 
 
 def end_last_line(path: PurePath) -> None:

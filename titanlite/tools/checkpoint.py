@@ -143,7 +143,7 @@ def _show(paths: list[PurePath], list_tensors: bool = False) -> int:
         train = json.loads(commit.read_file(path, TRAIN, manifest))
         saved = read_metadata(path, manifest).state_dict_metadata
     except commit.Damaged as e:
-        raise commit.CheckpointError(f"{path} is damaged: {e}") from None
+        raise commit.damaged(path, e) from None
     identity, averaged_from = flatten(train.pop("identity")), train.pop(AVERAGED_FROM, {})
     tensors: dict[str, Any] = {name: t for name, t in saved.items() if hasattr(t, "size")}
     _print(path)

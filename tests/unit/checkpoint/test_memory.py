@@ -8,6 +8,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ import torch
 
 from tests.support import ranks
 from tests.support.checkpoints import Toy, flip, flip_a_shard, sharded_toy, start_run
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import checkpointer, commit
 from titanlite.checkpoint.checkpointer import Checkpointer
-from titanlite.checkpoint.memory import in_use, memory_folder
+from titanlite.checkpoint.memory import NodeMemory, in_use, memory_folder
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.config.component import ConfigError
 from titanlite.log import set_up_logging
@@ -28,7 +29,9 @@ def opened(folder: Path, memory: Path | None = None, **config: Any) -> Checkpoin
     set_up_logging(0, verbose=True)
     root = memory or folder / "memory"
     root.mkdir(exist_ok=True)
-    return start_run(folder / "run", Checkpoint(memory_interval=1, interval=9, **config), shared_memory=root)
+    return start_run(
+        folder / "run", Checkpoint(**{"memory_interval": 1, "interval": 9, **config}), shared_memory=root
+    )
 
 
 def copies(folder: Path) -> list[Path]:
@@ -103,7 +106,7 @@ def test_a_damaged_copy_is_not_used(
     damage(copies(tmp_path)[0])
     assert resumed(tmp_path).state.step == 1
     log = capfd.readouterr().err
-    assert "no copy in memory can be used; the newest checkpoint on disk is step 1: steps 2 to 3 are" in log
+    assert "the copy in memory of step 3 is lost; the newest checkpoint on disk is step 1" in log
     assert not copies(tmp_path)
 
 
@@ -226,6 +229,30 @@ def test_copies_that_do_not_fit_are_not_made(
     run.warm_up(toy.state)
     assert "no copies in memory are made: they need 0.0 MiB per node, and" in capfd.readouterr().err
     assert not run.copy_due(1, busy=False)
+    run.close_after_error()
+
+
+@pytest.mark.parametrize("interval", [-1, 1])
+def test_a_copy_is_in_flight_for_a_quarter_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: int
+) -> None:
+    clock, write = SimpleNamespace(now=100.0), NodeMemory.write
+
+    def slow(*args: Any) -> None:
+        clock.now += 2
+        write(*args)
+
+    monkeypatch.setattr(NodeMemory, "write", slow)
+    monkeypatch.setattr(checkpointer, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    run, toy = opened(tmp_path, memory_interval=interval), Toy()
+    toy.step()
+    assert run.copy_due(1, run.busy)
+    run.copy(toy.state)
+    run.check_save()
+    clock.now += 5.9
+    assert run.copy_due(2, run.busy) == (interval == 1)
+    clock.now += 0.2
+    assert run.copy_due(2, run.busy)
     run.close_after_error()
 
 

@@ -176,6 +176,23 @@ def test_a_plan_predicts_goodput(capsys: Capture) -> None:
     assert "(assumed, as on one H200 and its disk)" in text
 
 
+def test_copies_in_memory_take_the_place_of_saves(capsys: Capture) -> None:
+    """A failure repeats half an interval of copies and the steps while a copy is written."""
+    saves = planned(capsys, *PLAN, "--mtbf=80")["goodput"]
+    copies = planned(capsys, *PLAN, "--mtbf=80", "--checkpoint.memory_interval=20")["goodput"]
+    written = copies["times_s"]["write"] / copies["times_s"]["step"]
+    assert copies["configured"]["repeated"] == pytest.approx(10 + written, rel=0.05)
+    assert saves["configured"]["repeated"] > 200  # control
+    assert copies["times_s"]["pauses"] == pytest.approx(
+        saves["times_s"]["save"] / 500 / saves["times_s"]["step"]
+    )
+    often = planned(capsys, *PLAN, "--mtbf=80", "--checkpoint.memory_interval=-1")["goodput"]
+    seconds = often["times_s"]["save"] + often["times_s"]["write"]
+    assert often["configured"]["interval"] == math.ceil(4 * seconds / often["times_s"]["step"])
+    assert cli.run([*PLAN, "--mtbf=80", "--checkpoint.memory_interval=20"]) == 0
+    assert "with --checkpoint.memory_interval=" in capsys.readouterr().out
+
+
 def test_a_plan_takes_the_times_of_a_run(capsys: Capture, run: ClockedRun) -> None:
     words = ["--mtbf=1", f"--measured-run={run.folder}"]
     measured = planned(capsys, "plan", "debug", "--training.steps=1000", *words)["goodput"]

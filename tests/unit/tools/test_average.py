@@ -147,7 +147,8 @@ def test_damage_is_found(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture
     assert re.search(r"step-4 is damaged: __0_\d.distcp is not what was written: its SHA-256 differs", line)
     (tmp_path / "run/checkpoint/step-6/train.json").unlink()
     (line,) = output(capsys, *words, "--last=2", code=3)
-    assert line.endswith("step-6 is damaged: train.json is missing")
+    before = tmp_path / "run/checkpoint/step-4"
+    assert line.endswith(f"step-6 is damaged: train.json is missing; the checkpoint before it is {before}")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

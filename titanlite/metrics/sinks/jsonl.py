@@ -16,11 +16,13 @@ from titanlite.metrics.sinks.base import Event, Table, Values, Writer
 
 
 class JsonLines(Writer):
-    """One JSON object per step, written at once."""
+    """One JSON object per step, written at once.
+
+    `superseded`: the latest step after `from_step` that an earlier process of the run had written, if any."""
 
     def __init__(self, path: PurePath, from_step: int):
         self._path = path
-        cut(path, _lines, _step_of_line, from_step)
+        self.superseded = cut(path, _lines, _step_of_line, from_step)
 
     def write(self, step: int, values: Values) -> None:
         append(self._path, json_line({"step": step, **values}))
