@@ -61,7 +61,7 @@ from tests.support.ports import free_port  # noqa: E402
 from titanlite.checkpoint.commit import list_committed  # noqa: E402
 from titanlite.checkpoint.state_digest import combine, digests_of_checkpoint  # noqa: E402
 from titanlite.report.recorded_run import Record, RecordedRun, read_run  # noqa: E402
-from titanlite.report.timeline import FIRST_STEP, event_time, record_time, timeline  # noqa: E402
+from titanlite.report.timeline import FIRST_STEP, Timeline, event_time, record_time, timeline  # noqa: E402
 
 ONE_NODE = ["rank", "ranks", "launcher"]
 SEVERAL_NODES = [*ONE_NODE, "node", "frozen"]
@@ -279,22 +279,6 @@ def consequences(folder: Path, faults: Sequence[dict[str, Any]], seconds: float)
     processes = by_process(run)
     began, last = record_time(processes[0][0]), record_time(processes[-1][-1])
     ended = min(max(began + seconds, record_time(processes[-1][0])), last)
-    recovered = list[dict[str, Any]]()
-    for fault in faults:
-        after = [i for i, p in enumerate(processes) if record_time(p[0]) > fault["time"] + IN_FLIGHT_S]
-        if not after:
-            recovered.append({**fault, "seconds": None})
-            continue
-        before, next_ = processes[after[0] - 1][-1], processes[after[0]][0]
-        recovered.append(
-            {
-                **fault,
-                "time": round(fault["time"] - began, 2),
-                "seconds": round(record_time(next_) - fault["time"], 2),
-                "resumed": int(next_["step"]) - 1,
-                "repeated": int(before["step"] - next_["step"]) + 1,
-            }
-        )
     counted_s = sum(
         max(min(record_time(b), ended) - record_time(a), 0.0)
         for process, limit in zip(processes, counted_until(processes))
@@ -307,18 +291,40 @@ def consequences(folder: Path, faults: Sequence[dict[str, Any]], seconds: float)
         superseded=[record for record in run.superseded if record_time(record) <= ended],
         events=[event for event in run.events if event_time(event) <= ended],
     )
-    spent = timeline(within).seconds
-    total_s = sum(value for cause, value in spent.items() if cause != "start")
+    spent = timeline(within)
     return {
         "seconds": round(ended - began, 2),
+        "seconds_of_all_steps": round(last - began, 2),
         "goodput": counted_s / (ended - began),
-        "goodput_of_report": spent["training"] / total_s,
-        "report": spent,
-        "faults": recovered,
+        "goodput_of_report": goodput_since_first_step(spent),
+        "report": spent.seconds,
+        "notes_of_report": spent.notes,
+        "faults": [recovery(fault, processes) for fault in faults],
         "repeated": sum(int(a[-1]["step"] - b[0]["step"]) + 1 for a, b in pairwise(processes)),
         "starts": len(processes),
         "curve": [thinned(process, began) for process in processes],
     }
+
+
+def recovery(fault: dict[str, Any], processes: Sequence[list[Record]]) -> dict[str, Any]:
+    """A fault with its time since the first step; `seconds` until the next logged step, None if there was
+    none; the step from which the run has resumed, and how many steps it has repeated."""
+    since_first_step = {**fault, "time": round(fault["time"] - record_time(processes[0][0]), 2)}
+    for before, process in pairwise(processes):
+        if record_time(process[0]) > fault["time"] + IN_FLIGHT_S:
+            resumed = int(process[0]["step"]) - 1
+            return {
+                **since_first_step,
+                "seconds": round(record_time(process[0]) - fault["time"], 2),
+                "resumed": resumed,
+                "repeated": int(before[-1]["step"]) - resumed,
+            }
+    return {**since_first_step, "seconds": None}
+
+
+def goodput_since_first_step(spent: Timeline) -> float:
+    """The goodput of a timeline without the start of the first process."""
+    return spent.seconds["training"] / (spent.total_s - spent.seconds.get("start", 0.0))
 
 
 def thinned(process: Sequence[Record], began: float, every_s: float = 2.0) -> list[float]:
@@ -399,7 +405,8 @@ def undisturbed(options: argparse.Namespace, overrides: list[str]) -> None:
         "steps": steps,
         "step_s": step_seconds(run),
         **digests(folder, steps),
-        "goodput_of_report": spent.seconds["training"] / (spent.total_s - spent.seconds["start"]),
+        "seconds_of_all_steps": round(record_time(run.records[-1]) - record_time(run.records[0]), 2),
+        "goodput_of_report": goodput_since_first_step(spent),
         "report": spent.seconds,
         "env": env,
     }

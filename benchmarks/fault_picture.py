@@ -59,17 +59,17 @@ def picture(result: dict[str, Any], number: int) -> str:
         dashed = f'stroke="{TEXT}" stroke-dasharray="3 3"'
         shapes.append(f'<path d="M{at} {top + 3} V{HEIGHT - BOTTOM}" {dashed}/>')
         shapes.append(text(at, top, str(i), 'text-anchor="middle" font-weight="600"'))
+    weights = "equal" if campaign["equal"]["weights"] else "differ"
     title = (
         f"{len(campaign['faults'])} faults in {campaign['seconds']:.0f} s: {campaign['goodput']:.1%} of the "
-        f"time in steps that count; weights equal those of the undisturbed run: "
-        f"{'yes' if campaign['equal']['weights'] else 'no'}"
+        f"time in steps that count; weights {weights}"
     )
     faults = [f"{i} {NAMES[fault['kind']]}" for i, fault in enumerate(campaign["faults"], start=1)]
     half = (len(faults) + 1) // 2
     shapes += [
         text(LEFT, 26, title, 'font-size="16" font-weight="600"'),
-        text(LEFT, 50, "   ".join(faults[:half]), 'font-size="12.5"'),
-        text(LEFT, 70, "   ".join(faults[half:]), 'font-size="12.5"'),
+        text(LEFT, 50, "; ".join(faults[:half]), 'font-size="12.5"'),
+        text(LEFT, 70, "; ".join(faults[half:]), 'font-size="12.5"'),
         text(LEFT - 8, TOP - 11, "step", 'text-anchor="end"'),
         f'<rect x="{LEFT}" y="{HEIGHT - 24}" width="14" height="14" fill="{LOST}"/>',
         text(LEFT + 20, HEIGHT - 12, "from a fault to the next logged step", 'font-size="12.5"'),

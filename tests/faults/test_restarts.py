@@ -289,9 +289,7 @@ def test_a_node_that_comes_back_is_waited_for(start: Any, whole: Job) -> None:
 
 
 @pytest.mark.full
-def test_a_rank_that_cannot_end_holds_up_no_restart_after_a_lost_node(
-    start: Any, whole: Job
-) -> None:
+def test_a_rank_that_cannot_end_holds_up_no_restart_after_a_lost_node(start: Any, whole: Job) -> None:
     """As one that waits in a kernel of NCCL for a rank of the lost node. torchrun gives it 30 s to end."""
 
     def stop_rank(first: Node) -> None:
