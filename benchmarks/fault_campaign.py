@@ -10,8 +10,8 @@ undisturbed run, bit by bit.
 `undisturbed` trains for --seconds, counted from the first step, is then told to stop, and records the last
 step and the digests of the state; it also fills the caches of data and compiled code. `faults` trains the
 same job to the same step, disturbed for --seconds (by default the same time, and at most until the last
-step), and fails if the digests differ. Each call adds a campaign to FILE. `draw` makes the picture of one
-campaign from FILE alone.
+step), and fails if the digests differ. Each call adds a campaign to FILE. `draw` makes the picture and
+the table of one campaign from FILE alone.
 
 Each node is a ./run_train.sh of this machine, with its own shared memory and, if there are several nodes, its
 own GPUs. A launcher that ends before the run has ended is started again at once, as Slurm and Kubernetes do.
@@ -37,7 +37,6 @@ import shutil
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -54,7 +53,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.environment import environment  # noqa: E402
-from benchmarks.fault_picture import picture  # noqa: E402
+from benchmarks.fault_picture import picture, table  # noqa: E402
 from benchmarks.throughput import SHIPPED_DATA  # noqa: E402
 from tests.support.launcher import Launcher  # noqa: E402
 from tests.support.ports import free_port  # noqa: E402
@@ -349,7 +348,7 @@ def step_seconds(run: RecordedRun) -> float:
 def on_this_machine(about: dict[str, Any], folder: Path, port: int, keys: list[str], number: int) -> Launcher:
     """Start the launcher of a node. `about`: the job and the nodes, as in the result."""
     nodes, ranks = about["nodes"], about["ranks"]
-    shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    shared = Path(os.environ.get("TITANLITE_SHM", "/dev/shm"))
     memory = shared / f"fault-campaign-{os.getpid()}-{number}"
     memory.mkdir(exist_ok=True)
     env = {"NGPU": str(ranks), "MAX_RESTARTS": "1000", "TITANLITE_SHM": str(memory)}
@@ -358,7 +357,7 @@ def on_this_machine(about: dict[str, Any], folder: Path, port: int, keys: list[s
         if about["keep_alive_s"]:
             conf += f",keep_alive_interval=1,keep_alive_max_attempt={about['keep_alive_s']}"
         env |= {"NNODES": str(nodes), "NODE_RANK": str(number), "RDZV_ENDPOINT": f"localhost:{port}"}
-        env["PET_RDZV_CONF"] = conf
+        env |= {"PET_RDZV_CONF": conf, "PET_LOCAL_ADDR": "localhost"}
         if torch.cuda.is_available():
             env["CUDA_VISIBLE_DEVICES"] = ",".join(str(number * ranks + i) for i in range(ranks))
     words = [
@@ -487,7 +486,9 @@ def main() -> None:
     elif options.program == "faults":
         faults(options)
     else:
-        options.output.write_text(picture(json.loads(options.file.read_text()), options.campaign))
+        campaign = json.loads(options.file.read_text())["campaigns"][options.campaign]
+        options.output.write_text(picture(campaign))
+        print(table(campaign))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The picture of a campaign of faults (fault_campaign.py): steps over time."""
+"""The picture of a campaign of faults (fault_campaign.py), steps over time, and its table."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ NAMES = {
 }  # fmt: skip
 
 
-def picture(result: dict[str, Any], number: int) -> str:
-    """An SVG of one campaign of a result."""
-    campaign = result["campaigns"][number]
+def picture(campaign: dict[str, Any]) -> str:
+    """An SVG of a campaign of a result."""
     curves = [list(zip(points[::2], points[1::2])) for points in campaign["curve"]]
     end_s = max(at for curve in curves for at, _ in curve)
     last = max(step for curve in curves for _, step in curve)
@@ -81,6 +80,15 @@ def picture(result: dict[str, Any], number: int) -> str:
         f'font-size="14" fill="{TEXT}">'
     )
     return "\n".join([head, "<title>A campaign of faults</title>", *shapes, "</svg>", ""])
+
+
+def table(campaign: dict[str, Any]) -> str:
+    """The faults of a campaign as a table in Markdown."""
+    rows = ["| | fault | at | until the next step | steps trained again |", "| --- | --- | --- | --- | --- |"]
+    for i, fault in enumerate(campaign["faults"], start=1):
+        times = f"{fault['time']:.0f} s | {fault['seconds']:.1f} s"
+        rows.append(f"| {i} | {NAMES[fault['kind']]} | {times} | {fault['repeated']} |")
+    return "\n".join(rows)
 
 
 def ticks(highest: float) -> list[int]:
