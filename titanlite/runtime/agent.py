@@ -10,11 +10,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed import DistStoreError
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
@@ -28,6 +30,7 @@ from titanlite.runtime.signals import AGAIN_S, END, SAVE, STOP, Stopped, handled
 FINAL_CODES = {2, 3, 4, 6, Stopped.exit_code}  # exit codes that a restart would only repeat
 MARGIN_S = 2.0  # seconds before the end of the grace period at which the launcher ends the ranks
 END_S = 5  # seconds in which ranks end before a restart; one that waits in a kernel of NCCL cannot
+NUMBERING = timedelta(seconds=15)  # in which all nodes that have met say how many ranks they have
 ANSWER_S = 3.0  # seconds in which the other ranks' collectives fail, too, after the first one timed out
 
 
@@ -132,6 +135,23 @@ class Agent(LocalElasticAgent):
         if result.is_failed():
             raise RanksFailed(self._exit_code)
         return result
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        while True:
+            try:
+                return super()._rendezvous(worker_group)
+            except DistStoreError:
+                tell("a node was lost while the nodes met; they meet again")
+
+    def _assign_worker_ranks(self, store: Any, *args: Any) -> list[Worker]:
+        """Raises DistStoreError if a node does not answer: it was lost after it had joined. torch would wait
+        60 s and end the launchers of all nodes."""
+        timeout = store.timeout
+        store.set_timeout(NUMBERING)
+        try:
+            return super()._assign_worker_ranks(store, *args)
+        finally:
+            store.set_timeout(timeout)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._stop_at is not None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+from torch.distributed import Store
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 
 from titanlite.runtime import agent
 from titanlite.runtime.agent import Agent, Ending, RanksFailed, blame
@@ -34,9 +37,9 @@ def launch(
     numbers = (*STOP, *SAVE, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
 
-    def launch(script: str, restarts: int = 0) -> tuple[int, str]:
+    def launch(script: str, restarts: int = 0, rendezvous: type[OneNode] = OneNode) -> tuple[int, str]:
         Path("rank.sh").write_text(BEGIN + script)
-        one_node = OneNode(RendezvousParameters("titanlite", "localhost:0", "test", 1, 1))
+        one_node = rendezvous(RendezvousParameters("titanlite", "localhost:0", "test", 1, 1))
         spec = WorkerSpec(
             role="default", local_world_size=2, entrypoint="sh", args=("rank.sh",),
             rdzv_handler=one_node, max_restarts=restarts, monitor_interval=0.02,
@@ -61,6 +64,27 @@ def starts() -> int:
 
 def test_ranks_that_are_done_are_no_failure(launch: Callable) -> None:
     assert launch(DONE) == (0, "")
+
+
+class LosesANode(OneNode):
+    """A rendezvous of two nodes, of which the other one is lost as soon as it has joined; then of one."""
+
+    stores: ClassVar[list[Store]] = []
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        info = super().next_rendezvous()
+        self.stores.append(info.store)
+        return RendezvousInfo(info.store, 0, 2 if len(self.stores) == 1 else 1, info.bootstrap_store_info)
+
+
+def test_nodes_meet_again_if_one_is_lost_while_they_meet(
+    launch: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "NUMBERING", timedelta(seconds=0.2))
+    monkeypatch.setattr(LosesANode, "stores", [])
+    assert launch(DONE, rendezvous=LosesANode) == (0, "a node was lost while the nodes met; they meet again")
+    assert starts() == 2
+    assert [store.timeout.total_seconds() for store in LosesANode.stores] == [300, 300]
 
 
 def test_a_rank_that_leaves_with_0_is_blamed_and_the_others_are_not_waited_for(launch: Callable) -> None:
