@@ -83,7 +83,7 @@ def test_nodes_meet_again_if_one_is_lost_while_they_meet(
     monkeypatch.setattr(agent, "NUMBERING", timedelta(seconds=0.2))
     monkeypatch.setattr(LosesANode, "stores", [])
     assert launch(DONE, rendezvous=LosesANode) == (0, "a node was lost while the nodes met; they meet again")
-    assert starts() == 2
+    assert starts() == 2  # both ranks, once
     assert [store.timeout.total_seconds() for store in LosesANode.stores] == [300, 300]
 
 
@@ -137,7 +137,7 @@ def test_the_traceback_of_a_lost_connection_is_printed_unless_there_is_a_cause(
 def test_what_a_restart_would_meet_again_is_not_restarted(launch: Callable, code: int) -> None:
     ended, said = launch(f"[ $RANK = 0 ] && {UNTIL_ENDED}; exit {code}", 2)
     assert ended == code
-    assert starts() == 2
+    assert starts() == 2  # both ranks, once
     assert said == ("" if code == 75 else f"rank 1 ended with exit code {code}; its message is above")
 
 
