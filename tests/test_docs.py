@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiktoken
 
-from benchmarks import olmoe_run, optimizer_tables, readme_log, trained_run
+from benchmarks import fault_picture, olmoe_run, optimizer_tables, readme_log, trained_run
 from tests.support import metric_tables, planning_page, stages_page, suite_times
 from tests.support.quoted_code import PAGES, QUOTE, ROOT, refreshed
 from titanlite.config.schema import FIELD_TYPES
@@ -181,6 +181,19 @@ def test_the_trained_run_is_described_with_its_numbers() -> None:
     assert page == trained_run.refreshed(page, result), "run: python benchmarks/trained_run.py"
     config = trained_run.CONFIG.read_text(encoding="utf-8")
     assert result is None or config == trained_run.with_header(config, result)
+
+
+def test_the_campaign_of_faults_is_described_with_its_numbers() -> None:
+    result = json.loads((RESULTS / "fault_campaign_2_cores.json").read_text())
+    (campaign,) = result["campaigns"]
+    page = (ROOT / "docs/fault-tolerance.md").read_text(encoding="utf-8")
+    assert fault_picture.table(campaign) in page
+    assert f"**{campaign['goodput']:.1%}**" in page
+    assert f" {campaign['goodput_of_report']:.1%} " in page
+    assert campaign["equal"] == dict.fromkeys(("weights", "state", "losses"), True)
+    assert (ROOT / "assets/fault_campaign.svg").read_text() == fault_picture.picture(campaign)
+    campaign["faults"][0]["repeated"] += 1
+    assert fault_picture.table(campaign) not in page  # control
 
 
 def test_the_pages_on_same_bits_have_the_recorded_digests_and_costs() -> None:
