@@ -23,10 +23,10 @@ from tests.support.ports import free_port
 from titanlite.train import train
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif(sys.platform != "linux", reason="needs shared memory")]
-STEPS, COPY_INTERVAL, SECONDS, SEED = 120, 10, 36, 19
+STEPS, COPY_INTERVAL, SECONDS, SEED = 100, 10, 36, 19
 KEYS = (
     f"--training.steps={STEPS}", "--lr_scheduler.total_steps=200", "--training.same_bits_on_any_ranks",
-    "--checkpoint.interval=100", f"--checkpoint.memory_interval={COPY_INTERVAL}",
+    "--checkpoint.interval=60", f"--checkpoint.memory_interval={COPY_INTERVAL}",
 )  # fmt: skip
 # AdamW that adds the least possible amount to one weight before one step.
 PERTURBED = """
