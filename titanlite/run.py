@@ -230,7 +230,7 @@ class Run:
         and ConfigError if a source is too small for the skipped sequences. Collective."""
         config, guard, state, spike = self.job.guard, self.guard, self.state, self.guard.spike
         assert spike is not None
-        first, last = guard.sequences_of(spike.start_step - config.skip_before, spike.detected_step)
+        first, last = guard.sequences_of(spike.start_step, spike.detected_step)
         step, num_rewinds = state.step, guard.num_rewinds + 1
         with self.meter.untimed("time/rewind_s"):
             latest = spike.start_step - config.rewind_margin

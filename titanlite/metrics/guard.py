@@ -52,8 +52,6 @@ class Guard:
     `rewind` to an earlier checkpoint (without one: stop), and skip the spike's sequences for good."""
     rewind_margin: int = 100
     """A rewind goes to the newest healthy checkpoint at least this many steps older than the spike."""
-    skip_before: int = 0
-    """Steps before the spike whose sequences a rewind skips, too; below rewind_margin."""
     max_rewinds: int = 3
     """Rewinds of a run; the next spike ends it with exit code 4."""
     fault_check_freq: Interval = 0
@@ -70,13 +68,7 @@ class Guard:
         if self.min_window > self.window:
             raise ConfigError(f"{self.min_window} is above guard.window = {self.window}", "min_window")
         check_at_least(self, 1, "rewind_margin")  # the first step of the spike is after the checkpoint
-        check_at_least(self, 0, "skip_before", "max_rewinds", "fault_check_freq")
-        if self.skip_before >= self.rewind_margin:
-            raise ConfigError(
-                f"{self.skip_before} is not below guard.rewind_margin = {self.rewind_margin}: the checkpoint "
-                "to which a rewind goes back may have trained on the sequences of that step",
-                "skip_before",
-            )
+        check_at_least(self, 0, "max_rewinds", "fault_check_freq")
 
     @property
     def limit(self) -> int:
