@@ -39,7 +39,7 @@ ON = "--training.same_bits_on_any_ranks"
 KEYS = ["--training.local_batch_size=2", "--training.global_batch_size=24", "--training.max_norm=0.5"]
 BF16 = "--training.mixed_precision_param=bfloat16"
 HSDP = "--parallelism.data_parallel_replicate_degree=2"
-GUARD = ["--guard.skip_sigma=6.0", "--guard.min_window=2"]
+GUARD = ["--guard.skip_sigma=6.0", "--guard.window=2"]
 FULL_CHECKPOINT = "--activation_checkpoint.mode=full"
 MOE = ["--model.name=qwen3_moe", *EXPERTS]
 NORMUON = ["--optimizer.name=muon", "--optimizer.normalize=neuron", "--optimizer.split_heads"]

@@ -41,9 +41,8 @@ class Guard:
     """Also skip outliers: loss or logarithm of the gradient norm more than this many standard deviations
     above the median of accepted steps. 6 skips almost no normal step. 0: off."""
     window: int = 128
-    """Newest accepted steps that skip_sigma compares with."""
-    min_window: int = 64
-    """Accepted steps before skip_sigma applies."""
+    """Newest accepted steps that skip_sigma compares with. It applies once they are 64, or all of a smaller
+    window."""
     max_consecutive: int = 8
     """Steps in a row that are not finite, after which the run ends with exit code 4; after as many outliers,
     the next step is applied."""
@@ -60,13 +59,11 @@ class Guard:
     none; otherwise also at the run's last step."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "window", "min_window", "max_consecutive")
+        check_at_least(self, 1, "window", "max_consecutive")
         if not 0 <= self.skip_sigma < math.inf:
             raise ConfigError(f"{self.skip_sigma} is not a finite number of at least 0", "skip_sigma")
         if self.window > MAX_WINDOW:
             raise ConfigError(f"{self.window} is above {MAX_WINDOW}", "window")
-        if self.min_window > self.window:
-            raise ConfigError(f"{self.min_window} is above guard.window = {self.window}", "min_window")
         check_at_least(self, 1, "rewind_margin")  # the first step of the spike is after the checkpoint
         check_at_least(self, 0, "max_rewinds", "fault_check_freq")
 
@@ -169,8 +166,7 @@ class StepGuard:
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._outliers: Outliers | None = None
         if config.skip_sigma > 0:
-            sizes = config.window, config.min_window
-            self._outliers = Outliers(config.skip_sigma, sizes, config.max_consecutive, device)
+            self._outliers = Outliers(config.skip_sigma, config.window, config.max_consecutive, device)
         self._spikes = SpikeDetector()
         self._sequences = StepSequences()
         self._unread = deque[_Unread]()
