@@ -114,7 +114,6 @@ RENAMED = {
     "profiler.enable_profiling": "profiling.enable_profiling",
     "profiler.profile_freq": "profiling.profile_freq",
     "profiler.profiler_active": "profiling.profiler_active",
-    "profiler.profiler_repeat": "profiling.profile_cycles",
     "profiler.profiler_warmup": "profiling.profiler_warmup",
     "quantize.linear.float8.emulate": "float8.emulate",
     "quantize.linear.float8.enable_fsdp_float8_all_gather": "float8.enable_fsdp_float8_all_gather",
@@ -174,7 +173,7 @@ _REASONS = {  # reason why there is no counterpart: keys; a key that ends with a
         optimizer.optimizer_factory_kwargs_by_name. override.imports parallelism.spmd_backend
         parallelism.context_parallel_ptrr_mask_key profiler.memory_snapshot_freq
         profiler.memory_snapshot_max_entries profiler.profiler_skip_first profiler.profiler_skip_first_wait
-        profiler.trace_post_processor
+        profiler.profiler_repeat profiler.trace_post_processor
     """,
     "experts are not sharded inside": "parallelism.expert_tensor_parallel_degree",
     "always so": """
