@@ -149,7 +149,6 @@ def check_device(
     something that the device lacks."""
     job.training.check_device(device)
     job.float8.check_device(device)
-    job.parallelism.check_device(device)
     job.compile.check_device(device)
     job.profiling.check(device, world_size)
     model, kinds = job.model.config, job.model.attention_kinds

@@ -159,14 +159,6 @@ def finish_weight_backward(module: torch.nn.Module) -> None:
             parameter.to_accumulated_grad_if_needed()
 
 
-def symmetric_memory_of_fsdp() -> Callable[[Any], None] | None:
-    """The method that lets an FSDP module gather and reduce in NCCL's symmetric memory, collective over its
-    ranks; None before torch 2.13."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return getattr(FSDPModule, "set_symm_mem_for_comm", None)
-
-
 def reduce_fsdp_in_computation_memory(module: torch.nn.Module) -> None:
     """Let an FSDP module on CUDA allocate its reduced gradients on the default stream, on which the model has
     to run. torch allocates them on the stream of its reductions, whose memory nothing else can use."""

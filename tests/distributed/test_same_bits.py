@@ -316,7 +316,6 @@ RAMP_OF_EIGHT = '--training.batch_ramp=[{ until = "48 sequences", global_batch_s
         (1, ["--training.mixed_precision_reduce=bfloat16"], "not with training.mixed_precision_reduce"),
         (1, ["--float8.enable", "--compile.enable"], "not with float8.enable"),
         (1, ["--compile.enable", "--compile.cuda_graphs"], "not with compile.cuda_graphs"),
-        (1, ["--parallelism.fsdp_symmetric_memory"], "not with parallelism.fsdp_symmetric_memory"),
         (2, [PP, UNTIED, *ZERO_BUBBLE], "not with parallelism.pipeline_parallel_degree = 2"),
         (2, ["--parallelism.context_parallel_degree=2"], "not with parallelism.context_parallel_degree = 2"),
         (

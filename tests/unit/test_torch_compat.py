@@ -311,27 +311,6 @@ def test_whether_fsdp_frees_gathered_parameters(reshard: bool) -> None:
         assert reshards_after_forward(net) == reshard
 
 
-def test_fsdp_gathers_and_reduces_in_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's builds for CPUs have no such memory, so its choice of a backend is left out."""
-    use_symmetric_memory = torch_compat.symmetric_memory_of_fsdp()
-    if use_symmetric_memory is None:
-        assert tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-        return
-    backends = list[str]()
-    monkeypatch.setattr("torch.distributed._symmetric_memory.set_backend", backends.append)
-    with torch_compat.fake_process_group(0, 2):
-        net = nn.Linear(4, 4)
-        fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
-        net.set_force_sum_reduction_for_comms(True)  # as apply_fsdp does; NCCL's memory supports sums only
-        (group,) = torch_compat._fsdp_groups(net)
-        before = [type(c).__name__ for c in (group._all_gather_comm, group._reduce_scatter_comm)]
-        use_symmetric_memory(net)
-        after = [type(c).__name__ for c in (group._all_gather_comm, group._reduce_scatter_comm)]
-    assert before == ["DefaultAllGather", "DefaultReduceScatter"]
-    assert after == ["SymmMemAllGather", "SymmMemReduceScatter"]
-    assert set(backends) == {"NCCL"}
-
-
 def gathered(module: nn.Module, run: Callable[[], Any]) -> list[str]:
     """The names of the FSDP modules whose parameters FSDP begins to gather in `run()`."""
     names = list[str]()

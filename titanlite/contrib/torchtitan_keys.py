@@ -109,7 +109,6 @@ RENAMED = {
     "dump_folder": "job.dump_folder",
     "float8.recipe_name": "float8.recipe",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
-    "parallelism.enable_fsdp_symm_mem": "parallelism.fsdp_symmetric_memory",
     "profiler.enable_memory_snapshot": "profiling.enable_memory_snapshot",
     "profiler.enable_profiling": "profiling.enable_profiling",
     "profiler.profile_freq": "profiling.profile_freq",
@@ -165,7 +164,7 @@ _REASONS = {  # reason why there is no counterpart: keys; a key that ends with a
         memory_estimation. metrics.disable_color_printing mx. optimizer.early_step_in_backward
         parallelism.context_parallel_load_balancer parallelism.context_parallel_rotate_method
         activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns
-        parallelism.enable_compiled_autograd
+        parallelism.enable_compiled_autograd parallelism.enable_fsdp_symm_mem
         parallelism.pipeline_parallel_expert_parallel_overlap quantize.grouped_mm.
         quantize.linear.mx. training.dtype training.gc_debug
         activation_checkpoint.force_recompute_mm_shapes_by_fqns dataloader.seed dataloader.stopping_strategy
