@@ -18,7 +18,6 @@ from titanlite.config.component import ConfigError, suggest
 from titanlite.data.skips import SkippedSequences
 from titanlite.optim.base import CLIP_NORM
 from titanlite.ranks import Ranks
-from titanlite.storage import storage_of
 
 STAGES, FIRST = "stages", "first_sequence"
 NOT_COMPARED = ("names", STAGES)  # sections of a run identity; check_stages compares the stages
@@ -45,17 +44,6 @@ def check_same_on_all_ranks(identity: dict[str, Any], skipped: SkippedSequences,
     ]
     if found := ranks.first(changes or None):
         raise ConfigError(f"data, tokenizer or model differ: {listed(found, separator='; ')}")
-
-
-def read_identity(path: PurePath) -> dict[str, Any]:
-    """Read the run_identity.json of a run folder. Raises ConfigError if it is damaged."""
-    try:
-        identity: dict[str, Any] = json.loads(storage_of(path).read(path))
-    except (OSError, ValueError) as e:
-        raise ConfigError(
-            f"{path} cannot be read: {e}; the run has no checkpoint, so the file can be deleted"
-        ) from None
-    return identity
 
 
 def unknown_names(names: Sequence[str], *identities: dict[str, Any]) -> list[str]:
