@@ -243,13 +243,14 @@ class Run:
             self.model.weights_changed()
             state.skipped |= SkippedSequences.merge([(first, last)])
             self.loader.load_state_dict({"sequences": state.num_sequences}, state.skipped)
-        logger.info(
+        text = (
             f"rewound from step {step} to step {state.step}; the sequences {first} to {last} are skipped for "
             f"good (rewind {num_rewinds} of at most {config.max_rewinds})"
         )
+        logger.info(text)
         about = {"from_step": step, "first_sequence": first, "last_sequence": last, "rewinds": num_rewinds}
         self.report_saves()  # before the event, because they belong to the steps that are taken again
-        self.meter.sinks.event(state.step, "rewound", about)
+        self.meter.sinks.event(state.step, "rewound", {**about, "text": text})
         self.check_epochs()
 
     def last_sequence(self) -> int:

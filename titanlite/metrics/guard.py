@@ -241,9 +241,10 @@ class StepGuard:
                 events.append(self._report_spike(finding))
                 continue
             sigma = self._outliers.sigma if self._outliers else 0.0
-            logger.info(finding.describe(self.config.limit, sigma))  # a warning would be logged by every rank
+            text = finding.describe(self.config.limit, sigma)
+            logger.info(text)  # a warning would be logged by every rank
             event: Event = "skipped" if finding.skipped else "accepted"
-            events.append(GuardEvent(finding.step, event, finding.about()))
+            events.append(GuardEvent(finding.step, event, {**finding.about(), "text": text}))
         self._unreported = []
         return events
 
@@ -280,11 +281,12 @@ class StepGuard:
 
     def _report_spike(self, spike: Spike) -> GuardEvent:
         first, last = self.sequences_of(spike.start_step, spike.detected_step)
-        logger.info(f"{spike}; the sequences of these steps are {first} to {last}")
+        text = f"{spike}; the sequences of these steps are {first} to {last}"
+        logger.info(text)
         self.spike = spike
         can_rewind = self.config.on_spike == "rewind" and self.num_rewinds < self.config.max_rewinds
         self.diverged = self.diverged or not (self.config.on_spike == "log" or can_rewind)
-        about = asdict(spike) | {"first_sequence": first, "last_sequence": last}
+        about = asdict(spike) | {"first_sequence": first, "last_sequence": last, "text": text}
         return GuardEvent(spike.detected_step, "spike", about)
 
     @property

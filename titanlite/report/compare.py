@@ -120,7 +120,7 @@ def _keys(runs: Sequence[RecordedRun]) -> str:
 
 def _changes(runs: Sequence[RecordedRun]) -> str:
     """The resumes at which keys changed."""
-    resumes = [(run.name, event) for run in runs for event in run.happened("resumed") if event.details]
+    resumes = [(run.name, event) for run in runs for event in run.happened("resumed") if event.about]
     return "\n".join(f"{name}: {event.text}" for name, event in resumes)
 
 

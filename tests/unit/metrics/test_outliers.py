@@ -300,6 +300,7 @@ def test_an_outlier_is_a_step_that_did_nothing(tmp_path: Path, corpus: Path, idl
     skips = [event for event in events if event["event"] == "skipped"]
     assert [event["step"] for event in skips] == [14, 15, 17]
     assert [event["reason"] for event in skips] == ["outlier"] * 3
+    assert skips[0]["text"].startswith("step 14 is skipped: ")
     assert [event["first_sequence"] for event in skips] == [104, 112, 128]
 
 
