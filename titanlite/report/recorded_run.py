@@ -210,7 +210,7 @@ def read_run(folder: PurePath, name: str) -> RecordedRun:
         raise ConfigError(f"{folder / METRICS} has no record" + (f": {problems[0]}" if problems else ""))
     superseded = _bytes(folder / SUPERSEDED, problems) or b""
     tree, about = _job(folder, problems)
-    settings = dotted(tree)
+    settings = toml.flatten(tree)
     events = _bytes(folder / EVENTS, problems, "spikes, rewinds and the like") or b""
     return RecordedRun(
         name=name,
@@ -306,22 +306,12 @@ def _job(folder: PurePath, problems: list[str]) -> tuple[dict[str, Any], list[st
     try:
         text = (data or b"").decode()
         tree = toml.parse(text)
-        dotted(tree)
+        toml.flatten(tree)
     except (ValueError, RecursionError) as e:
         problems.append(f"job.toml cannot be read: {e}")
         return {}, []
     head = text.partition("\n\n")[0].splitlines()
     return tree, [line[2:] for line in head if line.startswith("# ")]
-
-
-def dotted(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested table as one table with dotted keys. Tables in lists are numbered from 0."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-            value = {str(i): item for i, item in enumerate(value)}
-        flat |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _stages(tables: Any) -> list[RecordedStage]:
