@@ -159,10 +159,6 @@ def shown_config(path: str) -> str | None:
     return path if path in shipped_configs() else None
 
 
-def _launch_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    return launch_arguments(argv)[1:]
-
-
 def _import_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     options, overrides = parser("import").read_known(argv)
     return options.config, overrides
@@ -192,7 +188,7 @@ VERBS = {
         "train on several processes through torchrun; run_train.sh calls it",
         options=add_launch,
         table="job",
-        config_of=_launch_config,
+        config_of=lambda argv: launch_arguments(argv)[1:],
         explains_keys=True,
     ),
     "generate": Verb(
