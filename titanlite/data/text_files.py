@@ -202,12 +202,10 @@ def parquet_splits(file: PurePath, columns: Sequence[str]) -> list[FileSplit]:
 # ---- documents
 
 
-def documents(
-    files: Sequence[PurePath], field: str, on_bad: OnBad = stop, limits: Limits = DEFAULT_LIMITS
-) -> Iterator[Document]:
+def documents(files: Sequence[PurePath], field: str, limits: Limits = DEFAULT_LIMITS) -> Iterator[Document]:
     """Yield all documents of the files in order. Empty documents are left out."""
     for split in split_files(files, field):
-        yield from read_split(split, field, on_bad, limits)
+        yield from read_split(split, field, limits=limits)
 
 
 def read_split(
