@@ -62,10 +62,8 @@ class SavedCheckpoint(NamedTuple):
     `weights_digest`: empty if it is not known."""
 
     step: int
-    saved_at: str
     size_bytes: int
     num_ranks: int
-    is_kept: bool
     fault: str
     weights_digest: str = ""
 
@@ -400,11 +398,9 @@ def _checkpoint(step: int, path: PurePath) -> SavedCheckpoint:
         reason = commit.fault(path, step) or ""
         manifest = commit.read_manifest(path)
         size = sum(digest.size for digest in commit.digests(manifest).values())
-        saved = SavedCheckpoint(
-            step, manifest["saved_at"], size, manifest["ranks"], commit.is_kept(path), reason
-        )
+        saved = SavedCheckpoint(step, size, manifest["ranks"], reason)
         digests = manifest.get("digest")
         text = digests.get("weights") if isinstance(digests, dict) and not reason else None
         return saved._replace(weights_digest=text) if isinstance(text, str) else saved
     except (OSError, ValueError, commit.CheckpointError) as e:
-        return SavedCheckpoint(step, "", 0, 0, False, str(e))
+        return SavedCheckpoint(step, 0, 0, str(e))
