@@ -442,14 +442,12 @@ def test_a_batch_that_changes_during_the_run(tmp_path: Path, table: str, changes
 
 
 def test_what_missing_files_hold_is_not_invented(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", metrics(30), job=f"{JOB}\n[parallelism]\n")
-    assert facts(read_run(folder, "run"))["layout"] == "unsharded"
-    shard = "data_parallel_shard_degree = -1\ntensor_parallel_degree = 2\n"
-    (folder / "job.toml").write_text(f"{JOB}\n[parallelism]\n{shard}")
-    assert facts(read_run(folder, "run"))["layout"] == "shard 4, tp 2"
-    for name, layout in (("env.json", "shard over all other ranks, tp 2"), ("job.toml", "")):
+    folder = write_run(tmp_path / "run", metrics(30), job=JOB)
+    (folder / "env.json").write_text('{"layout": "dp_shard 4 x tp 2"}')
+    assert facts(read_run(folder, "run"))["layout"] == "dp_shard 4 x tp 2"
+    for name in ("env.json", "job.toml"):
         (folder / name).unlink()
-        assert facts(read_run(folder, "run"))["layout"] == layout
+        assert facts(read_run(folder, "run"))["layout"] == ""
     assert read_run(folder, "run").problems == [
         "there is no job.toml: settings are not known",
         "there is no events.jsonl: spikes, rewinds and the like are not known",
