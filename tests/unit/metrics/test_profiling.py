@@ -40,6 +40,7 @@ def plan(first_step: int, last_step: int = 40, **config: Any) -> dict[str, list[
         (1, {"profile_freq": 1, "profiler_warmup": 0}, {"RECORD_AND_SAVE": [1]}),
         # half a trace is none, and counts for none
         (10, {"profiler_active": 2}, {"WARMUP": [17, 18], "RECORD": [19], "RECORD_AND_SAVE": [20]}),
+        (1, {"last_step": 10}, {"WARMUP": [8, 9], "RECORD_AND_SAVE": [10]}),
         (1, {"last_step": 9}, {}),
     ],
 )
