@@ -587,7 +587,7 @@ def test_the_config_file_form(run_train, config):
 def test_several_processes_and_nodes(run_train):
     _, out, _ = run_train(
         "debug", NGPU="8", NNODES="2", NODE_RANK="1", RDZV_ENDPOINT="h:29500", RDZV_ID="a1", MAX_RESTARTS="3",
-        GRACE="30", NOTICE="aws",
+        GRACE="30", NOTICE="aws", EXCLUDE_SLOW="1",
     )  # fmt: skip
     assert out.splitlines()[3:-1] == [
         "--nproc-per-node=8",
@@ -598,7 +598,9 @@ def test_several_processes_and_nodes(run_train):
         "--max-restarts=3",
         "--grace=30",
         "--notice=aws",
+        "--exclude-slow",
     ]
+    assert "--exclude-slow" not in run_train("debug", EXCLUDE_SLOW="0")[1]
 
 
 @pytest.mark.parametrize("verb", ["train", "launch", "config"])
