@@ -19,7 +19,8 @@ from titanlite.job import Job
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 STEPS = 12
-LONGER = (f"--training.steps={STEPS}", f"--lr_scheduler.total_steps={STEPS}")
+LENGTH = (f"--training.steps={STEPS}", f"--lr_scheduler.total_steps={STEPS}")
+JOB = (*LENGTH, "--training.local_batch_size=2")  # 8 sequences per step, on 1, 2 or 4 ranks
 ENDED = "has ended without this node; see the logs of the other nodes\n"
 
 
@@ -30,9 +31,9 @@ def start(tmp_path: Path, corpus: Path) -> Iterator[Callable[..., Node]]:
     common = {"RDZV_ENDPOINT": f"localhost:{free_port()}", "MAX_RESTARTS": "3", "STEP_S": "0.2"}
 
     def one(number: int, **environment: str) -> Node:
-        conf = f"{SOON},last_call_timeout=5,is_host={number == 0}"
+        conf = f"{SOON},last_call_timeout=10,is_host={number == 0}"
         own = {"NODE_RANK": str(number), "PET_RDZV_CONF": conf}
-        nodes.append(Node(tmp_path, corpus, LONGER, common | own | environment))
+        nodes.append(Node(tmp_path, corpus, JOB, common | own | environment))
         return nodes[-1]
 
     yield one
@@ -42,12 +43,61 @@ def start(tmp_path: Path, corpus: Path) -> Iterator[Callable[..., Node]]:
 
 def uninterrupted(folder: Path, corpus: Path, num_ranks: int) -> Job:
     """The run without a launcher."""
-    ranks.run(num_ranks, train_on_rank, folder, corpus, list(LONGER), "whole", num_ranks)
-    return make_job(folder, corpus, *LONGER, world_size=num_ranks, name="whole")
+    ranks.run(num_ranks, train_on_rank, folder, corpus, list(JOB), "whole", num_ranks)
+    return make_job(folder, corpus, *JOB, world_size=num_ranks, name="whole")
 
 
 def logs(nodes: list[Node]) -> str:
     return "\n----\n".join(node.log for node in nodes)
+
+
+# ---- nodes that wait
+
+WAITS = "titanlite: this node waits: "
+
+
+def three_nodes(start: Any, gate: Path, nnodes: str) -> tuple[list[Node], Node, Node]:
+    """Three nodes, of which two train, and stop at the sixth step until the file `gate` is there; the node
+    that waits; and the node that trains besides the first. The batch does not divide over three nodes."""
+    environment = {"NNODES": nnodes, "KILL": "1 0 6", "HOW": "go on", "AFTER": str(gate)}
+    nodes = [start(0, **environment)]
+    nodes[0].until(lambda: "waiting for" in nodes[0].log)  # its name is the first in torch's order
+    nodes += [start(number, **environment) for number in (1, 2)]
+    nodes[0].until(lambda: nodes[0].step >= 5 and WAITS in logs(nodes))
+    (waiting,) = [node for node in nodes if WAITS in node.log]
+    (other,) = [node for node in nodes[1:] if node is not waiting]
+    return nodes, waiting, other
+
+
+@pytest.mark.parametrize("nnodes", ["2:4", "2:3"])
+def test_a_node_that_waits_takes_the_place_of_a_lost_one(
+    start: Any, tmp_path: Path, corpus: Path, nnodes: str
+) -> None:
+    """With 2:4, torch's rendezvous has three nodes; with 2:3, it has two and a spare one."""
+    nodes, waiting, lost = three_nodes(start, tmp_path / "gate", nnodes)
+    assert not waiting.ranks()
+    assert " nodes only: 8 sequences are not a multiple of local_batch_size 2 x 3 ranks " in nodes[0].log
+    assert ("3 nodes have joined, of which 2 train, " in waiting.log) == (nnodes == "2:4")
+    lost.close()
+    (tmp_path / "gate").touch()
+    assert [nodes[0].end(), waiting.end()] == [0, 0], logs(nodes)
+    assert ENDED not in logs(nodes)
+    assert_same(nodes[0].job, uninterrupted(tmp_path, corpus, 2))
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_node_that_waits_ends_with_the_run_or_is_stopped_alone(
+    start: Any, tmp_path: Path, corpus: Path, stopped: bool
+) -> None:
+    nodes, waiting, other = three_nodes(start, tmp_path / "gate", "2:4")
+    if stopped:
+        waiting.launcher.terminate()
+        assert waiting.end() == 75, waiting.log
+    (tmp_path / "gate").touch()
+    assert [nodes[0].end(), other.end()] == [0, 0], logs(nodes)
+    assert waiting.end() == (75 if stopped else 0), waiting.log
+    assert (ENDED in waiting.log) != stopped
+    assert_same(nodes[0].job, uninterrupted(tmp_path, corpus, 2))
 
 
 # ---- slow nodes

@@ -65,7 +65,7 @@ def start_ranks(options: argparse.Namespace, words: Sequence[str], server: ForkS
     with tempfile.TemporaryDirectory(prefix="titanlite-", ignore_cleanup_errors=True) as folder:  # mode 0700
         arguments = [
             f"--nproc-per-node={options.nproc_per_node}",
-            f"--nnodes={options.nnodes}",
+            f"--nnodes={min(options.node_numbers)}:{max(options.node_numbers)}",
             f"--max-restarts={options.max_restarts}",
             f"--log-dir={folder}",
             f"--signals-to-handle={','.join(handled)}",
@@ -98,7 +98,7 @@ def _meeting(options: argparse.Namespace) -> list[str]:
         backend, endpoint, run_id = rendezvous.ONE_NODE, "localhost:0", secrets.token_hex(8)
     else:
         register_nodes()
-        Nodes.numbers = range(options.min_nodes, options.max_nodes + 1)
+        Nodes.numbers = options.node_numbers
         Nodes.is_first, Nodes.excludes_slow = options.node_rank == 0, options.exclude_slow
         backend, endpoint, run_id = NODES, options.rdzv_endpoint, options.rdzv_id or "titanlite"
         rendezvous.reach_first_node(endpoint, options.node_rank)

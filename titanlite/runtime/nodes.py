@@ -73,6 +73,8 @@ class Nodes(RendezvousHandler):
         while True:
             with self._told_if_spare():
                 info = self._c10d.next_rendezvous()
+            if info.world_size <= max(info.rank, self.numbers[0] - 1):
+                continue  # torch counts the nodes that are left, and some have already gone to the next round
             self._num_training = max(number for number in self.numbers if number <= info.world_size)
             self._is_out = info.rank >= self._num_training
             if not self._is_out:
@@ -84,11 +86,9 @@ class Nodes(RendezvousHandler):
             self._wait_for_change()
 
     def _joined(self, info: RendezvousInfo) -> str:
-        *others, last = map(str, self.numbers)
-        numbers = f"{', '.join(others)} or {last}" if others else last
         return (
-            f"{info.world_size} nodes have joined, of which {self._num_training} train: the job can train on "
-            f"{numbers} nodes"
+            f"{info.world_size} nodes have joined, of which {self._num_training} train, because the job "
+            f"trains on {', '.join(map(str, self.numbers))} nodes only"
         )
 
     def _wait_for_change(self) -> None:

@@ -47,7 +47,7 @@ def handled_by(pid: int) -> set[int]:
 def options(num_nodes: int) -> argparse.Namespace:
     return argparse.Namespace(
         nproc_per_node=1, nnodes=str(num_nodes), max_nodes=num_nodes, max_restarts=0, node_rank=0, grace=None,
-        rdzv_endpoint="first:29500" if num_nodes > 1 else "", rdzv_id="", min_nodes=num_nodes,
+        rdzv_endpoint="first:29500" if num_nodes > 1 else "", rdzv_id="", node_numbers=[num_nodes],
         exclude_slow=False,
     )  # fmt: skip
 
