@@ -27,11 +27,12 @@ def note_slow(folder: str | None, rank: int, slow: Mapping[int, float], median_s
     if folder is None:
         return
     path, partial = Path(folder) / f"slow-{rank}", Path(folder) / f"slow-{rank}.partial"
-    if rank in slow:
-        partial.write_text(json.dumps({"median_s": median_s, "slow": list(slow.items())}))
-        os.replace(partial, path)
-    else:
-        path.unlink(missing_ok=True)
+    with suppress(OSError):  # a full disk is no reason to end the run
+        if rank in slow:
+            partial.write_text(json.dumps({"median_s": median_s, "slow": list(slow.items())}))
+            os.replace(partial, path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def read_slow_node(folder: Path, ranks: Sequence[int]) -> SlowNode | None:
