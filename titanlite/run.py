@@ -47,9 +47,10 @@ from titanlite.metrics.weights_digest import WeightsDigest
 from titanlite.optim.ema import WeightAverage
 from titanlite.parallel.clip import Clipper
 from titanlite.parallel.sharded_model import ShardedModel
-from titanlite.runtime.environment import restart_began
+from titanlite.runtime.environment import notes_folder, restart_began
 from titanlite.runtime.runtime import Runtime
 from titanlite.runtime.signals import Stopped, StopRequests
+from titanlite.runtime.slow_node import note_slow
 from titanlite.start import Parts
 from titanlite.tasks.requests import task_metrics
 
@@ -297,7 +298,7 @@ class Run:
             ModelMetrics(model, rt.ranks),
             ExpertMetrics(loads, sinks),
             CompileMetrics(),
-            SlowRanks(rt.ranks),
+            SlowRanks(rt.ranks, partial(note_slow, notes_folder(), rt.ranks.rank)),
             ParameterMetrics(statistics, self.clipper, sinks, rt.ranks),
             TokenMetrics(rt),
             StepTimes(rt.ranks),

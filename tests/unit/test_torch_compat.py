@@ -22,6 +22,9 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend
@@ -753,3 +756,32 @@ def test_float8_layers_of_torchao() -> None:
     torch.testing.assert_close(cast.to_original_precision(), values, rtol=0.07, atol=0.01)
     style = torch_compat.float8_rowwise_parallel()
     assert issubclass(style, torch.distributed.tensor.parallel.RowwiseParallel)
+
+
+@pytest.mark.full  # torch waits a second between two looks
+def test_nodes_join_wait_and_leave() -> None:
+    """Two nodes of one process, of which a round takes one: the other one is spare, and takes the place of
+    the first when that one leaves."""
+    store = dist.TCPStore("localhost", 0, is_master=True)
+    parameters = RendezvousParameters("c10d", "", "run", 1, 1)
+    first, second = (create_handler(store, C10dRendezvousBackend(store, "run"), parameters) for _ in range(2))
+    assert first.next_rendezvous().world_size == 1
+    joining = threading.Thread(target=second.next_rendezvous, daemon=True)
+    joining.start()
+    until = time.monotonic() + 60
+    while not torch_compat.is_spare(second):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert not torch_compat.is_spare(first)
+    time.sleep(1.1)  # the state of the first node is at most this old
+    state = torch_compat.rendezvous_state(first)
+    nodes = [torch_compat.node_of(handler) for handler in (first, second)]
+    assert (state.participants, state.spare) == ({nodes[0]: 0}, {nodes[1]})
+    assert (state.waiting, state.is_complete, state.is_closed) == (set(), True, False)
+    torch_compat.leave_rendezvous(first)
+    joining.join(60)
+    later = torch_compat.rendezvous_state(second)
+    assert (later.participants, later.spare, later.is_complete) == ({nodes[1]: 0}, set(), True)
+    assert later.round == state.round + 1
+    assert second.shutdown()
+    assert torch_compat.rendezvous_state(second).is_closed

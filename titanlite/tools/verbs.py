@@ -52,6 +52,11 @@ def add_launch(options: Options) -> None:
         default="",
         help="stop at a notice that the node is taken away: of aws, azure, google, at a URL or in a file",
     )
+    add(
+        "--exclude-slow",
+        action="store_true",
+        help="at a restart, this node leaves the run if a rank of it was named as slow and enough nodes stay",
+    )
 
 
 def add_generate(options: Options) -> None:
