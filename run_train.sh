@@ -9,7 +9,7 @@
 # Whoever can reach the ports that several nodes open controls the job: use a network that you trust, and the same
 # random RDZV_ID on all nodes. A single node opens no port to the network.
 # GRACE=seconds from a signal to stop until this node is killed; NOTICE=aws, azure, google, a URL or a file that
-# announces the end of this node.
+# announces the end of this node. EXCLUDE_SLOW=1: of several nodes, one with a slow rank leaves at the next restart.
 # SIGTERM, SIGINT, SIGHUP, SIGUSR1: save, then exit with 75 (the same command continues). SIGUSR2: save and continue.
 # Exit codes: 0 done, 1 crash, 2 wrong input, 3 no usable checkpoint, 4 training diverged, 5 out of memory,
 # 6 a GPU computes wrong numbers, 75 stopped, nothing lost. Codes 2, 3, 4, 6 and 75 are never restarted; 5 is, because
@@ -33,6 +33,8 @@ if [ "$NGPU" -gt 1 ] 2>/dev/null; then  # the launcher reports a value that is n
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
 fi
 export LOG_RANK=${LOG_RANK:-0}
+exclude_slow=
+[ "${EXCLUDE_SLOW:-0}" = 0 ] || exclude_slow=--exclude-slow
 
 exec "${PYTHON:-python3}" -m titanlite.cli launch \
     --nproc-per-node="$NGPU" \
@@ -43,4 +45,5 @@ exec "${PYTHON:-python3}" -m titanlite.cli launch \
     --max-restarts="${MAX_RESTARTS:-0}" \
     --grace="${GRACE:-}" \
     --notice="${NOTICE:-}" \
+    $exclude_slow \
     "$CONFIG_FILE" "$@"

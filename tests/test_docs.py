@@ -12,7 +12,7 @@ import pytest
 import tiktoken
 
 from benchmarks import fault_picture, olmoe_run, optimizer_tables, readme_log, trained_run
-from tests.support import metric_tables, planning_page, stages_page, suite_times
+from tests.support import metric_tables, planning_page, stages_page
 from tests.support.quoted_code import PAGES, QUOTE, ROOT, refreshed
 from titanlite.config.schema import FIELD_TYPES
 from titanlite.job import load_job
@@ -50,25 +50,6 @@ def test_the_readme_is_short_and_quotes_the_recorded_log() -> None:
 def test_the_page_on_extending_lists_the_types_of_fields() -> None:
     words = (ROOT / "docs/extending.md").read_text(encoding="utf-8").replace("`", "").split()
     assert f"Supported field types: {FIELD_TYPES}." in " ".join(words)
-
-
-def test_the_table_of_test_times_is_written_from_the_measurements_of_one_day() -> None:
-    page = suite_times.TABLE.read_text(encoding="utf-8")
-    result = {"wall_s": 3725.4, "passed": 1234, "environment": {"time": "2026-11-27T09:00:00+00:00"}}
-    other = result | {"environment": {"time": "2026-11-28T09:00:00+00:00"}}
-    commands = [row[2] for row in suite_times.ROW.finditer(page)]
-    assert len(commands) == page.count("| `pytest")
-    paths = [word for command in commands for word in command.split() if "/" in word and word[0] != "-"]
-    assert all((ROOT / path).exists() for path in paths)
-    results = dict.fromkeys(commands, result)
-    written = suite_times.with_times(page, results)
-    assert written.count("` | 62 min 5 s |\n") == len(commands)
-    assert "on two idle cores on 2026-11-27" in written
-    mixed = suite_times.with_times(page, results | {suite_times.DEFAULT_TIER: other})
-    assert mixed.count("` | unmeasured |\n") == len(commands) - 1
-    readme = suite_times.README.read_text(encoding="utf-8")
-    sentence = "runs the 1,200 tests of the default tier in 62 min 5 s on two cores"
-    assert suite_times.with_count(readme, {suite_times.DEFAULT_TIER: result}).count(sentence) == 1
 
 
 def test_the_tables_of_metrics_are_those_of_the_docstrings() -> None:

@@ -179,7 +179,6 @@ class Job:
                     "float8.enable = true": self.float8.enable,
                     "training.enable_cpu_offload = true": training.enable_cpu_offload,
                     "compile.cuda_graphs = true": self.compile.cuda_graphs,
-                    "parallelism.fsdp_symmetric_memory = true": parallelism.fsdp_symmetric_memory,
                     "training.mixed_precision_reduce = bfloat16": training.mixed_precision_reduce
                     != "float32",
                 },

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
-import re
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,9 +110,16 @@ def take_numbers(
     return own, others
 
 
-def parse_price(text: str) -> float:
-    """Return `2.50` or `1e6` as a number. Raises ArgumentTypeError."""
-    form = r"(\d{1,20}(\.\d*)?|\.\d+)([eE][+-]?\d{1,2})?"
-    if not re.fullmatch(form, text, re.ASCII) or float(text) >= 1e12:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a price such as 2.50, below 1e12")
-    return float(text)
+def number_of(noun: str, may_be_zero: bool = False) -> Callable[[str], float]:
+    """Return the type of an option that is a finite number above 0. `noun`: for messages, with an example."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not (0 < number < math.inf or (may_be_zero and number == 0)):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {noun}")
+        return number
+
+    return parse

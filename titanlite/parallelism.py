@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 import torch
 
 from titanlite.config.component import ConfigError, check_at_least
-from titanlite.torch_compat import symmetric_memory_of_fsdp
 
 
 class Degrees(NamedTuple):
@@ -119,9 +118,6 @@ class Parallelism:
     fsdp_reduce: Literal["step", "micro_batch"] = "step"
     """Sum gradients over ranks once per `step`: faster, but a rank keeps gradients of the whole model while
     micro-batches accumulate; or after each `micro_batch`: it keeps its shard."""
-    fsdp_symmetric_memory: bool = False
-    """Run FSDP's collectives in NCCL's symmetric memory; CUDA with torch 2.13 or newer. Unmeasured
-    (docs/performance.md)."""
 
     def __post_init__(self) -> None:
         for key in (*KEYS, EXPERT_KEY):
@@ -148,14 +144,6 @@ class Parallelism:
                 f"a sequence length of {seq_len} is no multiple of tensor_parallel_degree {tp}: sequence "
                 "parallel shards the tokens of each sequence over the tensor-parallel ranks",
                 key,
-            )
-
-    def check_device(self, device: torch.device) -> None:
-        """Raises ConfigError if this torch lacks a function that the layout needs on `device`."""
-        if self.fsdp_symmetric_memory and device.type == "cuda" and symmetric_memory_of_fsdp() is None:
-            raise ConfigError(
-                f"FSDP has symmetric memory from torch 2.13 on; this is torch {torch.__version__}: unset it",
-                "parallelism.fsdp_symmetric_memory",
             )
 
     def check_machine(self, device: torch.device, num_local_ranks: int) -> None:

@@ -47,9 +47,10 @@ from titanlite.metrics.weights_digest import WeightsDigest
 from titanlite.optim.ema import WeightAverage
 from titanlite.parallel.clip import Clipper
 from titanlite.parallel.sharded_model import ShardedModel
-from titanlite.runtime.environment import restart_began
+from titanlite.runtime.environment import notes_folder, restart_began
 from titanlite.runtime.runtime import Runtime
 from titanlite.runtime.signals import Stopped, StopRequests
+from titanlite.runtime.slow_node import note_slow
 from titanlite.start import Parts
 from titanlite.tasks.requests import task_metrics
 
@@ -230,7 +231,7 @@ class Run:
         and ConfigError if a source is too small for the skipped sequences. Collective."""
         config, guard, state, spike = self.job.guard, self.guard, self.state, self.guard.spike
         assert spike is not None
-        first, last = guard.sequences_of(spike.start_step - config.skip_before, spike.detected_step)
+        first, last = guard.sequences_of(spike.start_step, spike.detected_step)
         step, num_rewinds = state.step, guard.num_rewinds + 1
         with self.meter.untimed("time/rewind_s"):
             latest = spike.start_step - config.rewind_margin
@@ -243,13 +244,14 @@ class Run:
             self.model.weights_changed()
             state.skipped |= SkippedSequences.merge([(first, last)])
             self.loader.load_state_dict({"sequences": state.num_sequences}, state.skipped)
-        logger.info(
+        text = (
             f"rewound from step {step} to step {state.step}; the sequences {first} to {last} are skipped for "
             f"good (rewind {num_rewinds} of at most {config.max_rewinds})"
         )
+        logger.info(text)
         about = {"from_step": step, "first_sequence": first, "last_sequence": last, "rewinds": num_rewinds}
         self.report_saves()  # before the event, because they belong to the steps that are taken again
-        self.meter.sinks.event(state.step, "rewound", about)
+        self.meter.sinks.event(state.step, "rewound", {**about, "text": text})
         self.check_epochs()
 
     def last_sequence(self) -> int:
@@ -296,7 +298,7 @@ class Run:
             ModelMetrics(model, rt.ranks),
             ExpertMetrics(loads, sinks),
             CompileMetrics(),
-            SlowRanks(rt.ranks),
+            SlowRanks(rt.ranks, partial(note_slow, notes_folder(), rt.ranks.rank)),
             ParameterMetrics(statistics, self.clipper, sinks, rt.ranks),
             TokenMetrics(rt),
             StepTimes(rt.ranks),

@@ -149,7 +149,6 @@ def check_device(
     something that the device lacks."""
     job.training.check_device(device)
     job.float8.check_device(device)
-    job.parallelism.check_device(device)
     job.compile.check_device(device)
     job.profiling.check(device, world_size)
     model, kinds = job.model.config, job.model.attention_kinds
@@ -422,9 +421,10 @@ def write_run_files(parts: Parts, rt: Runtime, resumed_step: int) -> None:
         return
     storage = storage_of(job.folder)
     storage.make_folder(job.folder)
+    layout = job.parallelism.describe(rt.mesh.degrees, job.model.num_experts)
     files = {
         "job.toml": parts.job_toml,
-        "env.json": json.dumps(environment(rt), indent=1) + "\n",
+        "env.json": json.dumps({**environment(rt), "layout": layout}, indent=1) + "\n",
         "sources.json": json.dumps({"sources": parts.sequences.shares()}, indent=1) + "\n",
         "run_identity.json": json.dumps(parts.identity, indent=1) + "\n",
     }

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import inspect
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import WeakMethod
 
 import torch
@@ -24,6 +25,9 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 # ---- distributed
 
@@ -159,14 +163,6 @@ def finish_weight_backward(module: torch.nn.Module) -> None:
             parameter.to_accumulated_grad_if_needed()
 
 
-def symmetric_memory_of_fsdp() -> Callable[[Any], None] | None:
-    """The method that lets an FSDP module gather and reduce in NCCL's symmetric memory, collective over its
-    ranks; None before torch 2.13."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return getattr(FSDPModule, "set_symm_mem_for_comm", None)
-
-
 def reduce_fsdp_in_computation_memory(module: torch.nn.Module) -> None:
     """Let an FSDP module on CUDA allocate its reduced gradients on the default stream, on which the model has
     to run. torch allocates them on the stream of its reductions, whose memory nothing else can use."""
@@ -282,6 +278,66 @@ def _fsdp_groups(module: torch.nn.Module) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
     groups = [state._fsdp_param_group] if groups is None else groups
     return [group for group in groups if group is not None]
+
+
+# ---- torchrun's rendezvous
+
+
+class RendezvousState(NamedTuple):
+    """Where the nodes are. A round is complete when its participants have ranks; it lasts until the last
+    participant leaves."""
+
+    round: int
+    is_complete: bool
+    is_closed: bool
+    participants: dict[Any, int]
+    """The nodes of the round, with their ranks once it is complete."""
+    waiting: set[Any]
+    """Nodes that wait for the next round, to which the participants go when they notice."""
+    spare: set[Any]
+    """Nodes that wait until a round lacks a participant."""
+
+
+def rendezvous_state(handler: DynamicRendezvousHandler) -> RendezvousState:
+    """The state of the rendezvous, at most about a second old, without nodes that are lost. Not to be called
+    during next_rendezvous(). Raises RendezvousError."""
+    with handler._heartbeat_lock:
+        handler._state_holder.sync()
+        state = handler._state_holder.state
+        return RendezvousState(
+            state.round, state.complete, state.closed, dict(state.participants),
+            set(state.wait_list), set(state.redundancy_list),
+        )  # fmt: skip
+
+
+def node_of(handler: DynamicRendezvousHandler) -> Any:
+    """This node, as it is named in a RendezvousState."""
+    return handler._this_node
+
+
+def is_spare(handler: DynamicRendezvousHandler) -> bool:
+    """Whether this node is a spare one, also while another thread is in next_rendezvous()."""
+    return handler._this_node in handler._state_holder.state.redundancy_list
+
+
+def leave_rendezvous(handler: DynamicRendezvousHandler) -> None:
+    """Remove this node from the participants, the waiting and the spare nodes; next_rendezvous() lets it join
+    again. Raises RendezvousError."""
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _Action
+
+    def leave(context: Any, deadline: float) -> _Action:
+        if time.monotonic() > deadline:
+            return _Action.ERROR_TIMEOUT
+        if context.node in context.state.participants:
+            return _Action.REMOVE_FROM_PARTICIPANTS
+        if context.node in context.state.wait_list:
+            return _Action.REMOVE_FROM_WAIT_LIST
+        if context.node in context.state.redundancy_list:
+            return _Action.REMOVE_FROM_REDUNDANCY_LIST
+        return _Action.FINISH
+
+    handler._stop_heartbeats()
+    handler._op_executor.run(leave, time.monotonic() + 30)
 
 
 # ---- tensors

@@ -39,7 +39,7 @@ ON = "--training.same_bits_on_any_ranks"
 KEYS = ["--training.local_batch_size=2", "--training.global_batch_size=24", "--training.max_norm=0.5"]
 BF16 = "--training.mixed_precision_param=bfloat16"
 HSDP = "--parallelism.data_parallel_replicate_degree=2"
-GUARD = ["--guard.skip_sigma=6.0", "--guard.min_window=2"]
+GUARD = ["--guard.skip_sigma=6.0", "--guard.window=2"]
 FULL_CHECKPOINT = "--activation_checkpoint.mode=full"
 MOE = ["--model.name=qwen3_moe", *EXPERTS]
 NORMUON = ["--optimizer.name=muon", "--optimizer.normalize=neuron", "--optimizer.split_heads"]
@@ -316,7 +316,6 @@ RAMP_OF_EIGHT = '--training.batch_ramp=[{ until = "48 sequences", global_batch_s
         (1, ["--training.mixed_precision_reduce=bfloat16"], "not with training.mixed_precision_reduce"),
         (1, ["--float8.enable", "--compile.enable"], "not with float8.enable"),
         (1, ["--compile.enable", "--compile.cuda_graphs"], "not with compile.cuda_graphs"),
-        (1, ["--parallelism.fsdp_symmetric_memory"], "not with parallelism.fsdp_symmetric_memory"),
         (2, [PP, UNTIED, *ZERO_BUBBLE], "not with parallelism.pipeline_parallel_degree = 2"),
         (2, ["--parallelism.context_parallel_degree=2"], "not with parallelism.context_parallel_degree = 2"),
         (

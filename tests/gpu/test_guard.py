@@ -95,7 +95,7 @@ def decisions(device: torch.device) -> tuple[list[bool], dict]:
     losses[200:300:7] += 2
     losses[300:] += 1  # a level shift
     losses[350], norms[360:364] = math.nan, 100
-    guard = StepGuard(Guard(skip_sigma=6.0, window=64, min_window=32), device)
+    guard = StepGuard(Guard(skip_sigma=6.0, window=32), device)
     on_device = torch.tensor(np.stack([losses, norms]), dtype=torch.float32, device=device)
     num_targets = torch.tensor(1000, device=device)
     torch.cuda.set_sync_debug_mode("error")

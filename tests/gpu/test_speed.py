@@ -158,7 +158,7 @@ def test_segments_are_expandable(tmp_path: Path, corpus: Path) -> None:
         assert all(segment["is_expandable"] for segment in snapshot["segments"]), name
 
 
-OUTLIERS = ["--guard.skip_sigma=6", "--guard.window=4", "--guard.min_window=2"]
+OUTLIERS = ["--guard.skip_sigma=6", "--guard.window=2"]
 
 
 WATCH = """

@@ -23,7 +23,7 @@ from titanlite.parallel.sharded_model import ShardedModel
 FAULTS = ("gradient", "weight", "loss")  # not finite
 OUTLIERS = ("large gradient", "random tokens")
 WATCHED = [  # a run of 20 steps that finds outliers from step 7 on
-    "--guard.skip_sigma=6", "--guard.window=8", "--guard.min_window=6",
+    "--guard.skip_sigma=6", "--guard.window=6",
     "--optimizer.lr=1e-2", "--lr_scheduler.total_steps=40", "--training.steps=20",
 ]  # fmt: skip
 VALUES = {"gradient": math.nan, "large gradient": 1e3}

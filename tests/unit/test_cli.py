@@ -30,7 +30,8 @@ from titanlite.interop import export
 from titanlite.log import logger, protect_terminal, set_up_logging
 from titanlite.optim.base import Optimizer
 from titanlite.runtime.environment import NOTES
-from titanlite.tools.verbs import DTYPES
+from titanlite.tools import launch
+from titanlite.tools.verbs import DTYPES, launch_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TRAIN = ROOT / "run_train.sh"
@@ -524,14 +525,32 @@ def test_launch_checks_the_job_for_all_ranks_before_it_starts_any(run, trained, 
     [
         ("2", "--training.global_batch_size=6", "= 8; .* checked for 2 nodes .* with NGPU=2 on each node"),
         ("1:2", "--training.global_batch_size=-1", "-1 depends on the number of ranks: set .*NNODES=1:2"),
-        ("2:3", "--training.global_batch_size=12", "x 4 ranks = 8; .*; checked for 2 nodes"),
-        ("1:2", "--parallelism.data_parallel_shard_degree=4", "makes 4 ranks, there are 2; .* for 1 node "),
+        ("2:3", "--training.global_batch_size=6", "x 6 ranks = 12; .*; checked for 3 nodes"),
+        ("1:2", "--parallelism.data_parallel_shard_degree=3", "makes 3 ranks, there are 4; .* for 2 nodes "),
     ],
 )
 def test_launch_checks_the_job_for_each_number_of_nodes(run, trained, config, nodes, override, message):
     words = [f"--nnodes={nodes}", "--nproc-per-node=2", "--rdzv-endpoint=localhost:1", config, override]
     assert re.search(message, complaint_of(run("launch", *words)))
     assert trained == []
+
+
+@pytest.mark.parametrize(
+    ("nodes", "override", "numbers", "said"),
+    [
+        ("1:4", "--training.global_batch_size=16", [1, 2, 4], "on 1, 2, 4 nodes only: .* for 3 nodes "),
+        ("2:3", "--training.global_batch_size=12", [3], "on 3 nodes only: .* = 8; .* for 2 nodes "),
+        ("1:2", "--parallelism.data_parallel_shard_degree=4", [2], "on 2 nodes only: .* for 1 node "),
+        ("1:2", "--training.global_batch_size=16", [1, 2], None),
+    ],
+)
+def test_launch_finds_the_numbers_of_nodes_on_which_the_job_can_train(
+    config, capfd, nodes, override, numbers, said
+):
+    words = [f"--nnodes={nodes}", "--nproc-per-node=2", "--rdzv-endpoint=localhost:1", str(config), override]
+    assert launch._check_job(*launch_arguments(words))[1] == numbers
+    error = capfd.readouterr().err
+    assert re.search(f"^titanlite: the job trains {said}", error) if said else error == ""
 
 
 @pytest.mark.parametrize("more", [[], ["--training.steps=5"]])
@@ -587,7 +606,7 @@ def test_the_config_file_form(run_train, config):
 def test_several_processes_and_nodes(run_train):
     _, out, _ = run_train(
         "debug", NGPU="8", NNODES="2", NODE_RANK="1", RDZV_ENDPOINT="h:29500", RDZV_ID="a1", MAX_RESTARTS="3",
-        GRACE="30", NOTICE="aws",
+        GRACE="30", NOTICE="aws", EXCLUDE_SLOW="1",
     )  # fmt: skip
     assert out.splitlines()[3:-1] == [
         "--nproc-per-node=8",
@@ -598,7 +617,9 @@ def test_several_processes_and_nodes(run_train):
         "--max-restarts=3",
         "--grace=30",
         "--notice=aws",
+        "--exclude-slow",
     ]
+    assert "--exclude-slow" not in run_train("debug", EXCLUDE_SLOW="0")[1]
 
 
 @pytest.mark.parametrize("verb", ["train", "launch", "config"])

@@ -5,6 +5,7 @@ recorded job.toml.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -141,3 +142,4 @@ def test_a_run_with_nothing_to_train_keeps_its_files(tmp_path: Path, corpus: Pat
     trained = start(2)
     assert start(1) == start(2) == trained
     assert start(3) != trained  # control
+    assert json.loads(trained["env.json"])["layout"] == "unsharded"

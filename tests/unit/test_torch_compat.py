@@ -22,6 +22,9 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend
@@ -309,27 +312,6 @@ def test_whether_fsdp_frees_gathered_parameters(reshard: bool) -> None:
         net = nn.Linear(4, 4)
         fully_shard(net, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=reshard)
         assert reshards_after_forward(net) == reshard
-
-
-def test_fsdp_gathers_and_reduces_in_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's builds for CPUs have no such memory, so its choice of a backend is left out."""
-    use_symmetric_memory = torch_compat.symmetric_memory_of_fsdp()
-    if use_symmetric_memory is None:
-        assert tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-        return
-    backends = list[str]()
-    monkeypatch.setattr("torch.distributed._symmetric_memory.set_backend", backends.append)
-    with torch_compat.fake_process_group(0, 2):
-        net = nn.Linear(4, 4)
-        fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
-        net.set_force_sum_reduction_for_comms(True)  # as apply_fsdp does; NCCL's memory supports sums only
-        (group,) = torch_compat._fsdp_groups(net)
-        before = [type(c).__name__ for c in (group._all_gather_comm, group._reduce_scatter_comm)]
-        use_symmetric_memory(net)
-        after = [type(c).__name__ for c in (group._all_gather_comm, group._reduce_scatter_comm)]
-    assert before == ["DefaultAllGather", "DefaultReduceScatter"]
-    assert after == ["SymmMemAllGather", "SymmMemReduceScatter"]
-    assert set(backends) == {"NCCL"}
 
 
 def gathered(module: nn.Module, run: Callable[[], Any]) -> list[str]:
@@ -774,3 +756,32 @@ def test_float8_layers_of_torchao() -> None:
     torch.testing.assert_close(cast.to_original_precision(), values, rtol=0.07, atol=0.01)
     style = torch_compat.float8_rowwise_parallel()
     assert issubclass(style, torch.distributed.tensor.parallel.RowwiseParallel)
+
+
+@pytest.mark.full  # torch waits a second between two looks
+def test_nodes_join_wait_and_leave() -> None:
+    """Two nodes of one process, of which a round takes one: the other one is spare, and takes the place of
+    the first when that one leaves."""
+    store = dist.TCPStore("localhost", 0, is_master=True)
+    parameters = RendezvousParameters("c10d", "", "run", 1, 1)
+    first, second = (create_handler(store, C10dRendezvousBackend(store, "run"), parameters) for _ in range(2))
+    assert first.next_rendezvous().world_size == 1
+    joining = threading.Thread(target=second.next_rendezvous, daemon=True)
+    joining.start()
+    until = time.monotonic() + 60
+    while not torch_compat.is_spare(second):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert not torch_compat.is_spare(first)
+    time.sleep(1.1)  # the state of the first node is at most this old
+    state = torch_compat.rendezvous_state(first)
+    nodes = [torch_compat.node_of(handler) for handler in (first, second)]
+    assert (state.participants, state.spare) == ({nodes[0]: 0}, {nodes[1]})
+    assert (state.waiting, state.is_complete, state.is_closed) == (set(), True, False)
+    torch_compat.leave_rendezvous(first)
+    joining.join(60)
+    later = torch_compat.rendezvous_state(second)
+    assert (later.participants, later.spare, later.is_complete) == ({nodes[1]: 0}, set(), True)
+    assert later.round == state.round + 1
+    assert second.shutdown()
+    assert torch_compat.rendezvous_state(second).is_closed

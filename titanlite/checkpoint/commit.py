@@ -329,12 +329,12 @@ def retain(folder: PurePath, keep_latest: int, every: int = 0, keep: Collection[
         raise errors[0]
 
 
-def clean(folder: PurePath, names: str = "*") -> None:
-    """Delete half-written and half-deleted directories whose names match the pattern `names`. Called only
-    while no other process uses the folder."""
+def clean(folder: PurePath) -> None:
+    """Delete half-written and half-deleted directories. Called only while no other process uses the
+    folder."""
     disk = storage_of(folder)
     for kind in ("partial", "trash", "probe"):
-        for path in disk.list(folder, f".{kind}-{names}"):
+        for path in disk.list(folder, f".{kind}-*"):
             disk.delete(path)
 
 

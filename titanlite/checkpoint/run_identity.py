@@ -18,7 +18,6 @@ from titanlite.config.component import ConfigError, suggest
 from titanlite.data.skips import SkippedSequences
 from titanlite.optim.base import CLIP_NORM
 from titanlite.ranks import Ranks
-from titanlite.storage import storage_of
 
 STAGES, FIRST = "stages", "first_sequence"
 NOT_COMPARED = ("names", STAGES)  # sections of a run identity; check_stages compares the stages
@@ -47,21 +46,10 @@ def check_same_on_all_ranks(identity: dict[str, Any], skipped: SkippedSequences,
         raise ConfigError(f"data, tokenizer or model differ: {listed(found, separator='; ')}")
 
 
-def read_identity(path: PurePath) -> dict[str, Any]:
-    """Read the run_identity.json of a run folder. Raises ConfigError if it is damaged."""
-    try:
-        identity: dict[str, Any] = json.loads(storage_of(path).read(path))
-    except (OSError, ValueError) as e:
-        raise ConfigError(
-            f"{path} cannot be read: {e}; the run has no checkpoint, so the file can be deleted"
-        ) from None
-    return identity
-
-
 def unknown_names(names: Sequence[str], *identities: dict[str, Any]) -> list[str]:
     """The mistakes in checkpoint.allow_changed, each as a sentence: names that are keys or tables of none of
     these run identities."""
-    keys = [key for identity in identities for key in flatten(identity) if not _covers("names", key)]
+    keys = [key for identity in identities for key in toml.flatten(identity) if not _covers("names", key)]
     known = {"data.sources" if key.startswith(SOURCES) else key for key in keys}
     return [
         f"the run identity has no key {name!r}{suggest(name, known)}"
@@ -172,7 +160,9 @@ def _begun(identity: dict[str, Any], num_sequences: int) -> list[dict[str, Any]]
     begun = [stage for stage in stages if stage[FIRST] < num_sequences]
     places = [{key: stage[key] for key in (FIRST, "sources")} for stage in begun]
     settings = [{key: value for key, value in stage.items() if key not in places[0]} for stage in begun[:-1]]
-    return [place | flatten(own) for place, own in zip_longest(places, settings, fillvalue=dict[str, Any]())]
+    return [
+        place | toml.flatten(own) for place, own in zip_longest(places, settings, fillvalue=dict[str, Any]())
+    ]
 
 
 def with_source_labels(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +171,7 @@ def with_source_labels(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str
     taken from `ours` and so not compared, because the data may have been moved. `ours` has no labels if they
     are not to be compared."""
     names, labels = _names(theirs)[1], ours["data"].get("sources")
-    flat = flatten({key: value for key, value in theirs.items() if key not in NOT_COMPARED})
+    flat = toml.flatten({key: value for key, value in theirs.items() if key not in NOT_COMPARED})
     uids = [key.removeprefix(SOURCES) for key in flat if key.startswith(SOURCES)]
     known = {key: value for key, value in flat.items() if not key.startswith((SOURCES, HELD_OUT))}
     if labels is not None:
@@ -225,7 +215,7 @@ def _optimizer_settings(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """(dotted key, value before, value now) for each difference of two nested tables. The value is ABSENT
     where a table does not have the key."""
-    old, new = flatten(before), flatten(now)
+    old, new = toml.flatten(before), toml.flatten(now)
     for key in new | old:
         a, b = old.get(key, ABSENT), new.get(key, ABSENT)
         if a is ABSENT or b is ABSENT or a != b:
@@ -235,16 +225,6 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[s
 def spell(value: Any) -> str:
     """A value in TOML syntax, for messages."""
     return "absent" if value is ABSENT else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested table as one table with dotted keys. Tables in lists are numbered from 0."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            value = {str(i): item for i, item in enumerate(value)}
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _changes(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[tuple[str, str]]:

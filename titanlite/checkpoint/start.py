@@ -5,6 +5,7 @@ the run identity is compared with it, then the checkpoint is loaded."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -15,7 +16,7 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.last_commit import LastCommit
 from titanlite.checkpoint.lock import FolderLock
 from titanlite.checkpoint.resume import Candidate, Fault, choose, unusable
-from titanlite.checkpoint.run_identity import check_identity, read_identity, unknown_names, with_source_labels
+from titanlite.checkpoint.run_identity import check_identity, unknown_names, with_source_labels
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.config.component import ConfigError
 from titanlite.log import logger
@@ -98,7 +99,8 @@ def decide(
         raise error
     _check_nothing_was_saved(last, run_folder, config)
     file = run_folder / "run_identity.json"
-    return New(read_identity(file) if storage.exists(file) and not config.restart else None, history)
+    has_identity = storage.exists(file) and not config.restart
+    return New(json.loads(storage.read(file)) if has_identity else None, history)
 
 
 def _check_nothing_was_saved(last: LastCommit | None, run_folder: PurePath, config: Checkpoint) -> None:

@@ -132,3 +132,13 @@ def as_tree(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [as_tree(v) for v in value]
     return value
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a nested table as one table with dotted keys. Tables in lists are numbered from 0."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            value = {str(i): item for i, item in enumerate(value)}
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

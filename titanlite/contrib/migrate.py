@@ -17,7 +17,6 @@ from typing import Any
 
 import tomli_w
 
-from titanlite.checkpoint.run_identity import flatten
 from titanlite.commands import parser
 from titanlite.config import schema, toml
 from titanlite.config.component import ConfigError, suggest
@@ -78,7 +77,7 @@ def migrate(source: Path) -> tuple[str, list[str]]:
         tree, _ = toml.read(source)
         if "data" in tree:  # a section of titanlite that torchtitan does not have
             raise ConfigError(f"{source} is already a titanlite file: `titanlite config {source}` checks it")
-        theirs = flatten(tree)
+        theirs = toml.flatten(tree)
         if not any(map(is_known, theirs)):
             raise ConfigError(f"{source} has no key of torchtitan")
         ours, todo = migrate_model(theirs, source)

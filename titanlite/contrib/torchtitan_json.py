@@ -242,7 +242,9 @@ def _optimizer(groups: list[dict[str, Any]]) -> tuple[Values, list[str]]:
         if theirs["ns_coefficients"] == MUON["ns_coefficients"]:
             ours |= {"optimizer.ns_coefficients": "jordan", "optimizer.ns_steps": theirs["ns_steps"]}
         else:
-            ours["optimizer.ns_custom_coefficients"] = [theirs["ns_coefficients"]] * theirs["ns_steps"]
+            todo.append(
+                f"optimizer.ns_coefficients: titanlite has no ns_coefficients = {theirs['ns_coefficients']}"
+            )
         todo.append(
             f"optimizer.param_groups: DistMuon has the parameters of {muon['pattern']!r}, titanlite's muon "
             "the matrices of the blocks: `rule` in optimizer.param_groups changes that"

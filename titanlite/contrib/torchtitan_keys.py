@@ -109,12 +109,10 @@ RENAMED = {
     "dump_folder": "job.dump_folder",
     "float8.recipe_name": "float8.recipe",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
-    "parallelism.enable_fsdp_symm_mem": "parallelism.fsdp_symmetric_memory",
     "profiler.enable_memory_snapshot": "profiling.enable_memory_snapshot",
     "profiler.enable_profiling": "profiling.enable_profiling",
     "profiler.profile_freq": "profiling.profile_freq",
     "profiler.profiler_active": "profiling.profiler_active",
-    "profiler.profiler_repeat": "profiling.profile_cycles",
     "profiler.profiler_warmup": "profiling.profiler_warmup",
     "quantize.linear.float8.emulate": "float8.emulate",
     "quantize.linear.float8.enable_fsdp_float8_all_gather": "float8.enable_fsdp_float8_all_gather",
@@ -166,7 +164,7 @@ _REASONS = {  # reason why there is no counterpart: keys; a key that ends with a
         memory_estimation. metrics.disable_color_printing mx. optimizer.early_step_in_backward
         parallelism.context_parallel_load_balancer parallelism.context_parallel_rotate_method
         activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns
-        parallelism.enable_compiled_autograd
+        parallelism.enable_compiled_autograd parallelism.enable_fsdp_symm_mem
         parallelism.pipeline_parallel_expert_parallel_overlap quantize.grouped_mm.
         quantize.linear.mx. training.dtype training.gc_debug
         activation_checkpoint.force_recompute_mm_shapes_by_fqns dataloader.seed dataloader.stopping_strategy
@@ -174,7 +172,7 @@ _REASONS = {  # reason why there is no counterpart: keys; a key that ends with a
         optimizer.optimizer_factory_kwargs_by_name. override.imports parallelism.spmd_backend
         parallelism.context_parallel_ptrr_mask_key profiler.memory_snapshot_freq
         profiler.memory_snapshot_max_entries profiler.profiler_skip_first profiler.profiler_skip_first_wait
-        profiler.trace_post_processor
+        profiler.profiler_repeat profiler.trace_post_processor
     """,
     "experts are not sharded inside": "parallelism.expert_tensor_parallel_degree",
     "always so": """

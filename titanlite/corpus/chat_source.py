@@ -46,7 +46,6 @@ class Chat(Limits, CachedSource, name="chat"):
             max_tokens=self.max_tokens,
             ignore_fields=self.ignore_fields,
             max_document_mib=self.max_document_mib,
-            max_compression_ratio=self.max_compression_ratio,
         )
 
     def check(self, tokenizer: Tokenizer) -> bool:

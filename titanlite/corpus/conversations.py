@@ -223,7 +223,7 @@ def _is_array(split: FileSplit) -> bool:
 
 def _begins_array(file: PurePath) -> bool:
     """Return whether a file is a JSON array, by its first character. No line of JSON lines begins so."""
-    for block in text_files.blocks(file, text_files.DEFAULT_LIMITS):
+    for block in text_files.blocks(file):
         if start := block.removeprefix(codecs.BOM_UTF8).lstrip():
             return start.startswith(b"[")
     return False
@@ -251,7 +251,7 @@ class _ArrayText:
     def __init__(self, file: PurePath, limits: Limits):
         self._file, self._limits, self._is_compressed = file, limits, format_of(file)[1] != ""
         self._text, self._at = "", 0
-        self._blocks = codecs.iterdecode(text_files.blocks(file, limits), "utf-8")
+        self._blocks = codecs.iterdecode(text_files.blocks(file), "utf-8")
         self.place = 1 if self._is_compressed else 0
 
     def fault(self, reason: str) -> ConfigError:

@@ -17,7 +17,6 @@ from typing import Any
 
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, keys_in
-from titanlite.config.json_file import expect, load_object
 from titanlite.corpus.pipeline import locked, work_folder
 from titanlite.data.stream_source import Document, DocumentStream, text_of
 from titanlite.files import named, sync, write_atomically
@@ -65,17 +64,13 @@ def _begun(stream: DocumentStream, folder: Path, field: str) -> tuple[DocumentSt
     ConfigError for the record of another stream."""
     file, keys = folder / RECORD, toml.as_tree(stream)
     try:
-        record = load_object(file)
-        expect(record, keys=dict, field=str, fingerprint=str, stream=dict)
-        expect(record, files=int, documents=int, complete=bool)
+        record = json.loads(file.read_bytes())
     except FileNotFoundError:
         with keys_in(SECTION):
             stream = stream.pinned()
             origin = {"fingerprint": stream.fingerprint(), "stream": toml.as_tree(stream)}
         progress = {"files": 0, "documents": 0, "state": None, "complete": False}
         return stream, {"keys": keys, "field": field, **origin, **progress}
-    except ValueError as e:
-        raise ConfigError(f"{file}: {e}: delete the folder", "output") from None
     is_same = record["field"] == field and keys in (record["keys"], record["stream"])
     if is_same:
         pinned = {key: value for key, value in record["stream"].items() if keys.get(key) != value}

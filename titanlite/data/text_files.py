@@ -32,7 +32,6 @@ MAX_SPLITS = 8  # splits per compressed file: each split decompresses the whole 
 RATIO = 4  # typical compression ratio of text; only balances the work
 BLOCK_LINES = 64  # a compressed file's lines are dealt out to its splits in blocks of this size
 FEED_BYTES = 1 << 10  # compressed bytes per call of the decompressor: zstd can expand 1 KiB to 32 MiB
-RATIO_GRACE = 256 << 20  # bytes of content above which the compression ratio is limited
 PARQUET_BYTES = 256 << 20  # maximum text per batch of rows, even if all rows share one stored value
 
 
@@ -43,11 +42,9 @@ class Limits:
     max_document_mib: int = 64
     """Largest document (line, row or file, uncompressed) in MiB; a larger one is bad input. Reading takes
     several times this memory."""
-    max_compression_ratio: int = 100
-    """Stop at a .gz or .zst file of over 256 MiB uncompressed and over this many times its size."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "max_document_mib", "max_compression_ratio")
+        check_at_least(self, 1, "max_document_mib")
 
     @property
     def document_bytes(self) -> int:
@@ -58,14 +55,6 @@ class Limits:
         """Raise ValueError for a document of more than max_document_mib."""
         if num_bytes > self.document_bytes:
             raise ValueError(f"a document of more than {self.max_document_mib} MiB; raise max_document_mib")
-
-    def check_ratio(self, file: PurePath, num_bytes: int, size: int) -> None:
-        """Raise ConfigError if a compressed file of `size` bytes has too much content for its size."""
-        if num_bytes > max(RATIO_GRACE, self.max_compression_ratio * size):
-            raise ConfigError(
-                f"{file}: its {size:,} bytes decompress to more than {num_bytes - 1:,}; raise "
-                f"max_compression_ratio = {self.max_compression_ratio} to accept it"
-            )
 
 
 @dataclass(frozen=True)
@@ -202,12 +191,10 @@ def parquet_splits(file: PurePath, columns: Sequence[str]) -> list[FileSplit]:
 # ---- documents
 
 
-def documents(
-    files: Sequence[PurePath], field: str, on_bad: OnBad = stop, limits: Limits = DEFAULT_LIMITS
-) -> Iterator[Document]:
+def documents(files: Sequence[PurePath], field: str, limits: Limits = DEFAULT_LIMITS) -> Iterator[Document]:
     """Yield all documents of the files in order. Empty documents are left out."""
     for split in split_files(files, field):
-        yield from read_split(split, field, on_bad, limits)
+        yield from read_split(split, field, limits=limits)
 
 
 def read_split(
@@ -239,7 +226,7 @@ def _contents(
     if kind == "text":
         for file in split.files:
             data = bytearray()
-            for block in blocks(file, limits):
+            for block in blocks(file):
                 data += block
                 if len(data) > limits.document_bytes:
                     break
@@ -374,7 +361,7 @@ def _blocks_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, by
     def is_wanted(line: bytes | bytearray) -> bool:
         return number // BLOCK_LINES % split.end == split.begin and bool(line) and not line.isspace()
 
-    for chunk in _decompressed(split.files[0], limits):
+    for chunk in _decompressed(split.files[0]):
         *lines, tail = chunk.split(b"\n")
         for line in lines:
             rest += b"" if is_too_long else line[: max_bytes - len(rest)]
@@ -390,12 +377,11 @@ def _blocks_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, by
         yield number + 1, bytes(rest)
 
 
-def _decompressed(file: PurePath, limits: Limits) -> Iterator[bytes]:
+def _decompressed(file: PurePath) -> Iterator[bytes]:
     """Yield the content of a .gz or .zst file of any number of members. The libraries' file objects do not
     report every truncated file, so this function checks that the last member is complete."""
     open_member = _decompressor(file)
     member, produced = open_member(), 0
-    size = size_of(file)
     try:
         with _reading(file), storage_of(file).open(file) as f:
             while data := f.read(FEED_BYTES):
@@ -404,7 +390,6 @@ def _decompressed(file: PurePath, limits: Limits) -> Iterator[bytes]:
                         member = open_member()
                     chunk = member.decompress(data)
                     produced += len(chunk)
-                    limits.check_ratio(file, produced, size)
                     yield chunk
                     data = member.unused_data if member.eof else b""
     except Exception as e:
@@ -459,13 +444,13 @@ def _decode(data: bytes | bytearray) -> str:
 
 def beginning(file: PurePath) -> bytes:
     """Return the first bytes of a file's content, without a byte order mark."""
-    return next(filter(None, blocks(file, DEFAULT_LIMITS)), b"").removeprefix(codecs.BOM_UTF8)
+    return next(filter(None, blocks(file)), b"").removeprefix(codecs.BOM_UTF8)
 
 
-def blocks(file: PurePath, limits: Limits) -> Iterator[bytes]:
+def blocks(file: PurePath) -> Iterator[bytes]:
     """Yield the content of a file, decompressed."""
     if format_of(file)[1]:
-        yield from _decompressed(file, limits)
+        yield from _decompressed(file)
         return
     with _reading(file), storage_of(file).open(file) as f:
         while data := f.read(1 << 20):

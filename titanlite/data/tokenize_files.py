@@ -18,7 +18,15 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.data.order import key_of, permute
 from titanlite.data.shards import TokenShards, token_dtype, write_description, write_shard
-from titanlite.data.text_files import DEFAULT_LIMITS, FileSplit, Limits, read_split, split_files, where
+from titanlite.data.text_files import (
+    DEFAULT_LIMITS,
+    FileSplit,
+    Limits,
+    read_split,
+    split_files,
+    version_of,
+    where,
+)
 from titanlite.data.worker_pool import num_cores, worker_pool
 from titanlite.files import new_folder
 from titanlite.progress import Progress
@@ -36,7 +44,7 @@ def tokenize_files(
 ) -> TokenShards:
     """Make the dataset `output` from text files, on all cores. An interruption leaves nothing. Raises
     ConfigError for bad input."""
-    splits, before = split_files(files, field), _versions(files)
+    splits, before = split_files(files, field), [version_of(file) for file in files]
     shards = group_splits(splits, SEED)
     encoder = _Encoder(tokenizer, field, limits)
     num_processes = min(num_cores(), len(splits))
@@ -58,7 +66,7 @@ def tokenize_files(
                 bar.update(splits[i].size)
             documents = shuffle_documents(tokens, lengths, SEED, number)
             entries.append(write_shard(folder, f"{number:05}", documents, token_dtype(tokenizer.vocab_size)))
-        if _versions(files) != before:
+        if [version_of(file) for file in files] != before:
             raise ConfigError(f"{output.name}: its text files changed while they were read; run it again")
         if not any(entry["documents"] for entry in entries):
             raise ConfigError("the corpus is empty: no text in its files")
@@ -108,11 +116,6 @@ def check_ids(ids: np.ndarray, vocab_size: int, file: PurePath, place: int) -> N
     """Raise ConfigError if a document has a token id outside the vocabulary."""
     if len(ids) and ids.max() >= vocab_size:
         raise ConfigError(f"{where(file, place)}: token id {ids.max()} >= vocab_size {vocab_size}")
-
-
-def _versions(files: Sequence[Path]) -> list[tuple[int, int]]:
-    """Return sizes and modification times, which change when files are edited."""
-    return [(stats.st_size, stats.st_mtime_ns) for stats in (file.stat() for file in files)]
 
 
 def _next(encoded: Iterator[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,7 +26,6 @@ from titanlite.lab.calibration import Measurement, part_times, split_as_planned
 from titanlite.lab.cards import GIB, PCIE, Card, Cluster, known_card
 from titanlite.lab.coordinate_check import SmallRun, random_batches
 from titanlite.lab.layouts import DOES_NOT_FIT, FITS, Layout, assess
-from titanlite.lab.link import block_collectives
 from titanlite.lab.plan import decisive_keys
 from titanlite.lab.planned import planned_run
 from titanlite.lab.step_time import LINK_SHARE
@@ -42,6 +41,7 @@ from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, runtime
 from titanlite.table import table
 from titanlite.tools.verbs import launch_arguments
+from titanlite.torch_compat import gather_shards, reduce_shards
 
 SHORT_S = 0.25  # planned seconds of a micro-batch, above which models with fewer blocks are measured
 LONG_S = 2.0  # planned seconds of a micro-batch, above which fewer sequences are measured
@@ -269,3 +269,20 @@ def _steps(job: Job, gpus: int, measurement: Measurement) -> str:
         rows.append([part, f"{seconds:.4g}", f"{calibrated:.4g}", f"{calibrated / times[1].seconds:.0%}"])
     rows.append(["together", *(f"{time.seconds:.4g}" for time in times), ""])
     return table(rows, num_texts=1)
+
+
+def block_collectives(rt: Runtime, num_elements: int) -> Callable[[], None]:
+    """A function that gathers the weights of a block of `num_elements` twice, in the dtype of the
+    computation, and reduces their gradients once, in fp32, over all ranks. Collective."""
+    shard = -(-num_elements // rt.world_size)
+    weights = torch.zeros(shard, dtype=rt.param_dtype, device=rt.device)
+    gathered = weights.new_empty(shard * rt.world_size)
+    gradients = torch.zeros(shard * rt.world_size, device=rt.device)
+    reduced = gradients.new_empty(shard)
+
+    def run() -> None:
+        for _ in range(2):
+            gather_shards(gathered, weights)
+        reduce_shards(reduced, gradients)
+
+    return run

@@ -13,7 +13,7 @@ from titanlite.config.component import ConfigError
 from titanlite.config.shipped import find_config
 from titanlite.lab.axes import take_axes
 from titanlite.object_store import location
-from titanlite.options import Options, add_allow_imports, parse_price
+from titanlite.options import Options, add_allow_imports, number_of
 from titanlite.tools.verbs import shown_config
 
 # Options of `titanlite tune` for other work than a search.
@@ -92,16 +92,18 @@ def add_plan(options: Options) -> None:
         help="take the speed that `titanlite tune --measure` measured; --gpus may then be a number",
     )
     add("--gpus-per-node", type=int, metavar="N", help="GPUs of one machine (8)")
-    add("--price", type=parse_price, metavar="PRICE", help="of a GPU hour; adds what the run costs")
+    price = number_of("price such as 2.50", may_be_zero=True)
+    add("--price", type=price, metavar="PRICE", help="of a GPU hour; adds what the run costs")
     tokens = "tokens to train on, such as 160B, instead of training.steps"
     add("--tokens", type=parse_tokens, metavar="AMOUNT", help=tokens)
     add("--top", type=int, default=0, help="also list this many layouts of the same GPUs that fit (0)")
     runs = "finished runs, or folders with some: fit a scaling law to them, and forecast CONFIG's loss by it"
     add("--fit", type=Path, nargs="+", metavar="RUN", help=runs)
-    add("--flops", type=parse_flops, help="with --fit: FLOPs to find the compute-optimal run for")
+    flops = number_of("number of FLOPs such as 1e21")
+    add("--flops", type=flops, help="with --fit: FLOPs to find the compute-optimal run for")
     add(
         "--mtbf",
-        type=parse_hours,
+        type=number_of("number of hours such as 6000 or 0.5"),
         metavar="HOURS",
         help="mean time between failures of one node; adds the goodput, and the best checkpoint.interval",
     )
@@ -114,7 +116,7 @@ def add_plan(options: Options) -> None:
     )
     add(
         "--restart",
-        type=parse_seconds,
+        type=number_of("number of seconds such as 45", may_be_zero=True),
         metavar="SECONDS",
         help="with --mtbf: time from a failure to the first step after it",
     )
@@ -160,27 +162,6 @@ def parse_ratios(text: str) -> list[str]:
     if len({float(word) for word in words}) < len(words):
         raise argparse.ArgumentTypeError(f"{text!r} has a number twice")
     return sorted(words, key=float)
-
-
-def parse_flops(text: str) -> float:
-    """Return `1e21` as a number. Raises ArgumentTypeError."""
-    if not re.fullmatch(r"\d{1,30}(\.\d*)?([eE]\+?\d{1,2})?", text) or float(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of FLOPs such as 1e21")
-    return float(text)
-
-
-def parse_hours(text: str) -> float:
-    """Return `6000` or `0.5` as a number of hours. Raises ArgumentTypeError."""
-    if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text, re.ASCII) or float(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hours such as 6000 or 0.5")
-    return float(text)
-
-
-def parse_seconds(text: str) -> float:
-    """Return `45` as a number of seconds. Raises ArgumentTypeError."""
-    if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds such as 45")
-    return float(text)
 
 
 def parse_tokens(text: str) -> str:

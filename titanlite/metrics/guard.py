@@ -41,9 +41,8 @@ class Guard:
     """Also skip outliers: loss or logarithm of the gradient norm more than this many standard deviations
     above the median of accepted steps. 6 skips almost no normal step. 0: off."""
     window: int = 128
-    """Newest accepted steps that skip_sigma compares with."""
-    min_window: int = 64
-    """Accepted steps before skip_sigma applies."""
+    """Newest accepted steps that skip_sigma compares with. It applies once they are 64, or all of a smaller
+    window."""
     max_consecutive: int = 8
     """Steps in a row that are not finite, after which the run ends with exit code 4; after as many outliers,
     the next step is applied."""
@@ -52,8 +51,6 @@ class Guard:
     `rewind` to an earlier checkpoint (without one: stop), and skip the spike's sequences for good."""
     rewind_margin: int = 100
     """A rewind goes to the newest healthy checkpoint at least this many steps older than the spike."""
-    skip_before: int = 0
-    """Steps before the spike whose sequences a rewind skips, too; below rewind_margin."""
     max_rewinds: int = 3
     """Rewinds of a run; the next spike ends it with exit code 4."""
     fault_check_freq: Interval = 0
@@ -62,21 +59,13 @@ class Guard:
     none; otherwise also at the run's last step."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "window", "min_window", "max_consecutive")
+        check_at_least(self, 1, "window", "max_consecutive")
         if not 0 <= self.skip_sigma < math.inf:
             raise ConfigError(f"{self.skip_sigma} is not a finite number of at least 0", "skip_sigma")
         if self.window > MAX_WINDOW:
             raise ConfigError(f"{self.window} is above {MAX_WINDOW}", "window")
-        if self.min_window > self.window:
-            raise ConfigError(f"{self.min_window} is above guard.window = {self.window}", "min_window")
         check_at_least(self, 1, "rewind_margin")  # the first step of the spike is after the checkpoint
-        check_at_least(self, 0, "skip_before", "max_rewinds", "fault_check_freq")
-        if self.skip_before >= self.rewind_margin:
-            raise ConfigError(
-                f"{self.skip_before} is not below guard.rewind_margin = {self.rewind_margin}: the checkpoint "
-                "to which a rewind goes back may have trained on the sequences of that step",
-                "skip_before",
-            )
+        check_at_least(self, 0, "max_rewinds", "fault_check_freq")
 
     @property
     def limit(self) -> int:
@@ -177,8 +166,7 @@ class StepGuard:
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._outliers: Outliers | None = None
         if config.skip_sigma > 0:
-            sizes = config.window, config.min_window
-            self._outliers = Outliers(config.skip_sigma, sizes, config.max_consecutive, device)
+            self._outliers = Outliers(config.skip_sigma, config.window, config.max_consecutive, device)
         self._spikes = SpikeDetector()
         self._sequences = StepSequences()
         self._unread = deque[_Unread]()
@@ -253,9 +241,10 @@ class StepGuard:
                 events.append(self._report_spike(finding))
                 continue
             sigma = self._outliers.sigma if self._outliers else 0.0
-            logger.info(finding.describe(self.config.limit, sigma))  # a warning would be logged by every rank
+            text = finding.describe(self.config.limit, sigma)
+            logger.info(text)  # a warning would be logged by every rank
             event: Event = "skipped" if finding.skipped else "accepted"
-            events.append(GuardEvent(finding.step, event, finding.about()))
+            events.append(GuardEvent(finding.step, event, {**finding.about(), "text": text}))
         self._unreported = []
         return events
 
@@ -292,11 +281,12 @@ class StepGuard:
 
     def _report_spike(self, spike: Spike) -> GuardEvent:
         first, last = self.sequences_of(spike.start_step, spike.detected_step)
-        logger.info(f"{spike}; the sequences of these steps are {first} to {last}")
+        text = f"{spike}; the sequences of these steps are {first} to {last}"
+        logger.info(text)
         self.spike = spike
         can_rewind = self.config.on_spike == "rewind" and self.num_rewinds < self.config.max_rewinds
         self.diverged = self.diverged or not (self.config.on_spike == "log" or can_rewind)
-        about = asdict(spike) | {"first_sequence": first, "last_sequence": last}
+        about = asdict(spike) | {"first_sequence": first, "last_sequence": last, "text": text}
         return GuardEvent(spike.detected_step, "spike", about)
 
     @property

@@ -15,6 +15,7 @@ import torch
 from titanlite.metrics.spikes import MAD_TO_SIGMA
 
 FLOORS = (0.01, 0.05)  # least standard deviation of the loss, in nats, and of the logarithm of the norm
+ENOUGH_STEPS = 64  # accepted steps to decide by, or all of a smaller window
 TINY = torch.finfo(torch.float32).tiny  # the least norm whose logarithm is taken
 
 
@@ -38,9 +39,9 @@ class Outliers:
     """Finds outlier steps on the device. The state is the window of accepted steps and the streak, which is
     the number of outliers skipped since the last accepted step."""
 
-    def __init__(self, sigma: float, sizes: tuple[int, int], max_consecutive: int, device: torch.device):
-        """`sizes`: the number of accepted steps in a full window, and the least number to decide by."""
-        self._window, self._min_window = sizes
+    def __init__(self, sigma: float, window: int, max_consecutive: int, device: torch.device):
+        """`window`: the number of accepted steps in a full window."""
+        self._window, self._min_window = window, min(window, ENOUGH_STEPS)
         self._max_consecutive = max_consecutive
         self.sigma = torch.tensor(sigma, dtype=torch.float32).item()  # as the device compares it
         self._values = torch.full((2, self._window), torch.nan, device=device)  # losses, log norms

@@ -33,7 +33,7 @@ class Profiling:
     """Profiles of chosen steps: time by kernel, memory by allocation."""
 
     enable_profiling: bool = False
-    """Trace the last profiler_active steps of each cycle of profile_freq steps."""
+    """Trace the last profiler_active steps of the first cycle of profile_freq steps."""
     profiler: Literal["torch", "nsys"] = "torch"
     """`torch`: traces for ui.perfetto.dev in <dump_folder>/profile/, and a final table of the longest kernels
     in the log. `nsys`: NVTX and capture ranges, for `nsys profile -c cudaProfilerApi
@@ -41,18 +41,16 @@ class Profiling:
     enable_memory_snapshot: bool = False
     """Write the traced steps' allocations to <dump_folder>/profile/, for pytorch.org/memory_viz."""
     profile_freq: int = 10
-    """Steps per cycle, which ends with a trace."""
+    """Steps per cycle; the trace ends with one."""
     profiler_warmup: int = 2
-    """Steps before a trace in which the profiler already runs."""
+    """Steps before the trace in which the profiler already runs."""
     profiler_active: int = 1
-    """Steps per trace."""
-    profile_cycles: int = 1
-    """Traces to take; 0: one per cycle."""
+    """Steps of the trace."""
     ranks: list[int] = field(default_factory=lambda: [0])
     """Ranks to trace."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 0, "profiler_warmup", "profile_cycles")
+        check_at_least(self, 0, "profiler_warmup")
         check_at_least(self, 1, "profiler_active")
         if self.profile_freq < self.profiler_warmup + self.profiler_active:
             raise ConfigError(
@@ -75,12 +73,11 @@ class Profiling:
         if missing := [rank for rank in self.ranks if not 0 <= rank < world_size]:
             raise ConfigError(f"there is no rank {missing[0]} among {world_size}", "profiling.ranks")
 
-    def traced(self, first_step: int, last_step: int) -> list[int]:
-        """The last steps of the traces that a run from `first_step` to `last_step` takes: of all cycles
-        whose traced steps are all in the run."""
-        begin = -(-(first_step + self.profiler_active - 1) // self.profile_freq) * self.profile_freq
-        ends = list(range(begin, last_step + 1, self.profile_freq))
-        return ends[: self.profile_cycles or None]
+    def last_traced(self, first_step: int, last_step: int) -> int:
+        """The last step of the trace of a run from `first_step` to `last_step`: of the first cycle whose
+        traced steps are all in the run; 0 if there is none."""
+        end = -(-(first_step + self.profiler_active - 1) // self.profile_freq) * self.profile_freq
+        return end if end <= last_step else 0
 
 
 class Profiler:
@@ -104,18 +101,16 @@ class Profiler:
         self._step, self._table, self._ranges = first_step, "", contextlib.ExitStack()
         on = rank in config.ranks and (config.enable_profiling or config.enable_memory_snapshot)
         self._folder = folder
-        self._ends = config.traced(first_step, last_step) if on else []
-        self._begins = [end - config.profiler_active + 1 for end in self._ends]
+        self._last = config.last_traced(first_step, last_step) if on else 0
+        self._first = self._last - config.profiler_active + 1 if self._last else 0
         self._torch: torch.profiler.profile | None = None
-        if self._ends and config.enable_profiling and config.profiler == "torch":
+        if self._last and config.enable_profiling and config.profiler == "torch":
             self._torch = torch.profiler.profile(
                 schedule=lambda passed: self._action(first_step + passed), on_trace_ready=self._save_trace
             )
         if on:
-            steps = ", ".join(str(end) for end in self._ends[:3]) + (", ..." if self._ends[3:] else "")
-            logger.info(
-                f"profiling up to step {steps}" if steps else "profiling: no cycle fits into this run"
-            )
+            last = self._last
+            logger.info(f"profiling up to step {last}" if last else "profiling: no cycle fits into this run")
 
     def __enter__(self) -> Profiler:
         if self._torch is not None:
@@ -125,7 +120,7 @@ class Profiler:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._ranges.close()
-        if self._ends and self._config.enable_memory_snapshot:
+        if self._last and self._config.enable_memory_snapshot:
             record_memory_history(None)
         if self._torch is not None and error is None:
             self._step = 0  # an incomplete trace is not saved
@@ -135,12 +130,12 @@ class Profiler:
 
     def step_done(self) -> None:
         """A step has been issued to the device."""
-        with self._untimed() if self._step in self._ends else nullcontext():
+        with self._untimed() if self._step == self._last else nullcontext():
             self._advance()
 
     def _advance(self) -> None:
-        is_end = self._step in self._ends
-        if (is_end or self._step + 1 in self._begins) and torch.cuda.is_available():
+        is_end = self._step == self._last
+        if (is_end or self._step + 1 == self._first) and torch.cuda.is_available():
             torch.cuda.synchronize()  # otherwise the next trace would begin with kernels of this step
         if is_end:
             self._ranges.close()
@@ -153,26 +148,25 @@ class Profiler:
         self._begin()
 
     def _action(self, step: int) -> ProfilerAction:
-        left = next((end - step + 1 for end in self._ends if step <= end), 0)  # steps to the end of a trace
-        if 0 < left <= self._config.profiler_active:
-            return ProfilerAction.RECORD_AND_SAVE if left == 1 else ProfilerAction.RECORD
-        if 0 < left <= self._config.profiler_active + self._config.profiler_warmup:
+        if self._first <= step <= self._last:
+            return ProfilerAction.RECORD_AND_SAVE if step == self._last else ProfilerAction.RECORD
+        if self._first - self._config.profiler_warmup <= step < self._first:
             return ProfilerAction.WARMUP
         return ProfilerAction.NONE
 
     def _begin(self) -> None:
-        """At the first step of a trace, begin allocation histories and ranges for nsys."""
-        if self._step not in self._begins:
+        """At the first step of the trace, begin allocation histories and ranges for nsys."""
+        if self._step != self._first:
             return
         if self._config.enable_memory_snapshot:
             record_memory_history(MAX_ALLOCATIONS)
-        if self._config.enable_profiling and self._config.profiler == "nsys":  # one capture range per trace
+        if self._config.enable_profiling and self._config.profiler == "nsys":
             self._ranges.enter_context(torch.cuda.profiler.profile())
             self._ranges.enter_context(torch.autograd.profiler.emit_nvtx())
             self._ranges.enter_context(torch.cuda.nvtx.range(f"titanlite: from step {self._step}"))
 
     def _save_trace(self, done: torch.profiler.profile) -> None:
-        if self._step not in self._ends:  # the run ends within this trace
+        if self._step != self._last:  # the run ends within this trace
             return
         self._save("trace", "json.gz", done.export_chrome_trace)
         self._table = f"time per step up to step {self._step} on rank {self._rank}:\n"

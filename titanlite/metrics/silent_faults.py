@@ -106,7 +106,7 @@ class Fault:
     def about(self) -> dict[str, Any]:
         """The values of the event."""
         ranks = ", ".join(str(rank.rank) for rank in self.ranks)
-        return {"reason": self.reason, "ranks": ranks, "checked_before": self.since}
+        return {"reason": self.reason, "ranks": ranks, "checked_before": self.since, "text": str(self)}
 
 
 def check_same_devices(rt: Runtime) -> None:

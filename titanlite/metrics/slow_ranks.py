@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median_low
 from typing import NamedTuple
 
@@ -38,14 +38,17 @@ class RankTimes(NamedTuple):
 class SlowRanks(OpenMetric):
     """The ranks that were named as slow. All ranks decide the same, and rank 0 logs it.
 
+    `on_change`: called when a rank has become slow or has recovered, with the own seconds per step of the
+    ranks that are slow, and the median over all ranks.
+
     Metrics:
         time/slowest_rank, time/slowest_rank_pct (%): with several ranks: the rank that needed most time per
             step without waits for other ranks, and by how much it is above the median ([slow
             ranks](troubleshooting.md#a-rank-is-slow))
     """
 
-    def __init__(self, ranks: Ranks):
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, on_change: Callable[[Mapping[int, float], float], object] | None = None):
+        self._ranks, self._on_change = ranks, on_change
         self._is_first = True  # the first report has compilation and other work that is done once
         self._in_a_row = Counter[int]()  # reports in which a rank's state differs from the logged one
         self._named = set[int]()
@@ -84,6 +87,8 @@ class SlowRanks(OpenMetric):
             self._named ^= {rank}
             if self._ranks.rank == 0:
                 self._log(f"rank {rank} on {hosts[rank]}", ranks[rank], middle, rank in self._named)
+        if changed and self._on_change is not None:
+            self._on_change({rank: ranks[rank].own_s for rank in self._named}, middle.own_s)
 
     def _log(self, rank: str, times: RankTimes, middle: RankTimes, is_slow: bool) -> None:
         if not is_slow:

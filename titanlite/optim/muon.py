@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,7 +15,7 @@ from titanlite.mesh import Mesh
 from titanlite.models.base import Decoder
 from titanlite.optim.adamw import AdamWKeys, build_adamw
 from titanlite.optim.muon_optimizer import Matrix, MuonOptimizer, MuonSettings
-from titanlite.optim.orthogonalize import Coefficients, coefficients_of, num_flops
+from titanlite.optim.orthogonalize import coefficients_of, num_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,6 @@ class Muon(AdamWKeys, name="muon"):
     ns_coefficients: Literal["polar_express", "jordan"] = "polar_express"
     """`polar_express` (arXiv 2505.16932) brings smaller singular values to 1 in as many steps; `jordan` is
     torch.optim.Muon's."""
-    ns_custom_coefficients: list[list[float]] = field(default_factory=list)
-    """Coefficients [a, b, c] of each step X <- a X + b (X X^T) X + c (X X^T)^2 X, in place of ns_coefficients
-    and ns_steps."""
     ns_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the Newton-Schulz products, and of updates between ranks. `auto`: bfloat16 on CUDA, else
     float32."""
@@ -69,11 +66,6 @@ class Muon(AdamWKeys, name="muon"):
                 f"{self.adamw_lr_multiplier} is not a finite number of at least 0", "adamw_lr_multiplier"
             )
         check_at_least(self, 1, "ns_steps")
-        for i, triple in enumerate(self.ns_custom_coefficients):
-            if len(triple) != 3 or not all(map(math.isfinite, triple)):
-                raise ConfigError(
-                    f"{triple} is not a list of three finite numbers", f"ns_custom_coefficients.{i}"
-                )
 
     def default_rule(self, model: Decoder, name: str) -> str:
         is_matrix = model.parameter_role(name) in ("matrix", "expert")
@@ -115,8 +107,7 @@ class Muon(AdamWKeys, name="muon"):
             return 0.0
         *experts, rows, columns = model.get_parameter(name).shape
         stacked = model.num_stacked(name)
-        steps = len(self.ns_custom_coefficients) or self.ns_steps
-        return math.prod(experts) * stacked * num_flops(rows // stacked, columns, steps)
+        return math.prod(experts) * stacked * num_flops(rows // stacked, columns, self.ns_steps)
 
     def check_cpu_offload(self) -> None:
         raise ConfigError(
@@ -152,16 +143,13 @@ class Muon(AdamWKeys, name="muon"):
         return MuonSettings(
             nesterov=self.nesterov,
             adjust_lr_fn=self.adjust_lr_fn,
-            coefficients=self._coefficients(),
+            coefficients=coefficients_of(self.ns_coefficients, self.ns_steps),
             dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32,
             normalizes_rows=self.normalize == "neuron",
             equalizes_rows=self.equalize_rows,
             has_exact_norm=self.exact_norm,
             cautious_weight_decay=self.cautious_weight_decay,
         )
-
-    def _coefficients(self) -> Coefficients:
-        return self.ns_custom_coefficients or coefficients_of(self.ns_coefficients, self.ns_steps)
 
     def update_of(
         self, weight: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]

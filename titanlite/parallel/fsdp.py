@@ -29,7 +29,6 @@ from titanlite.torch_compat import (
     finish_weight_backward,
     forget_fsdp_forwards,
     reduce_fsdp_in_computation_memory,
-    symmetric_memory_of_fsdp,
     time_fsdp_waits,
 )
 
@@ -94,11 +93,8 @@ def apply_fsdp(
                 module.set_unshard_in_backward(False)  # an embedding's backward does not read the weight
     if mesh.same_bits:
         return
-    if mesh.fsdp.device_type == "cuda":
-        if parallelism.fsdp_symmetric_memory:
-            _use_symmetric_memory(net)
-        elif not cpu_offload:  # offloaded gradients leave the device as soon as they are reduced
-            _share_memory_of_gradients(net)
+    if mesh.fsdp.device_type == "cuda" and not cpu_offload:
+        _share_memory_of_gradients(net)  # offloaded gradients leave the device as soon as they are reduced
 
 
 def _prefetch_next_block(blocks: list[nn.Module], num_always: int) -> None:
@@ -115,15 +111,6 @@ def _prefetch_next_block(blocks: list[nn.Module], num_always: int) -> None:
             block.set_modules_to_forward_prefetch(groups[i + 1])
         if i > 0:
             block.set_modules_to_backward_prefetch(groups[i - 1])
-
-
-def _use_symmetric_memory(net: Decoder) -> None:
-    """Let the collectives of all FSDP modules use NCCL's symmetric memory. Collective."""
-    use_symmetric_memory = symmetric_memory_of_fsdp()
-    assert use_symmetric_memory is not None, "Parallelism.check_device accepted this torch"
-    for module in net.modules():
-        if isinstance(module, FSDPModule):
-            use_symmetric_memory(module)
 
 
 def _share_memory_of_gradients(net: Decoder) -> None:

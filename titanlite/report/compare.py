@@ -38,7 +38,7 @@ def comparison(runs: Sequence[RecordedRun], price: float | None = None) -> str:
     """Return the comparison of runs; the first one is the one that the others are compared with. `price`: of
     a GPU hour."""
     parts = [_verdicts(runs), _facts(runs, price), _losses(runs), _times(runs), _keys(runs), _changes(runs)]
-    parts.append(_problems(runs))
+    parts.append("\n".join(f"{run.name}: {problem}" for run in runs for problem in run.problems))
     return printable("\n\n".join(part for part in parts if part)) + "\n"
 
 
@@ -120,9 +120,5 @@ def _keys(runs: Sequence[RecordedRun]) -> str:
 
 def _changes(runs: Sequence[RecordedRun]) -> str:
     """The resumes at which keys changed."""
-    resumes = [(run.name, event) for run in runs for event in run.happened("resumed") if event.details]
+    resumes = [(run.name, event) for run in runs for event in run.happened("resumed") if event.about]
     return "\n".join(f"{name}: {event.text}" for name, event in resumes)
-
-
-def _problems(runs: Sequence[RecordedRun]) -> str:
-    return "\n".join(f"{run.name}: {problem}" for run in runs for problem in run.problems)

@@ -17,6 +17,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 MEDIAN_ERROR = 1.2533  # standard error of a median per standard error of a mean, sqrt(pi / 2)
+MAX_SMOOTH = 700  # points of a smoothed line
 MAX_ELEMENTS = 1 << 22  # of windows that are copied at a time
 MAX_BLOCK = 64  # longest correlation, in points, that the error of a trend allows for
 
@@ -83,13 +84,13 @@ def rolling_median(values: Floats, size: int, every: int = 1) -> Floats:
     return np.concatenate(medians) if medians else np.empty(0)
 
 
-def smooth(series: Series, max_points: int = 700) -> tuple[Ints, Floats]:
-    """Return medians over 3% of a series, at least 15 points, around at most `max_points` of its points, and
+def smooth(series: Series) -> tuple[Ints, Floats]:
+    """Return medians over 3% of a series, at least 15 points, around at most MAX_SMOOTH of its points, and
     the indices of these points. Up to half of a window is missing at both ends."""
     num = len(series)
     half = max(15, num // 33) // 2
     at = (
-        np.unique(np.linspace(0, num - 1, min(num, max_points)).astype(np.int64)) if num else np.empty(0, int)
+        np.unique(np.linspace(0, num - 1, min(num, MAX_SMOOTH)).astype(np.int64)) if num else np.empty(0, int)
     )
     return at, np.array([np.median(series.values[max(0, i - half) : i + half + 1]) for i in at])
 

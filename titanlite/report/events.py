@@ -6,31 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.report.charts import short
-
 RESTARTS = ("started", "resumed", "rewound")  # events after which later steps are trained again
-VERBS = {
-    "resumed": "resumed after step", "rewound": "rewound to step", "skipped": "skipped step",
-    "accepted": "accepted an outlier, step", "spike": "spike detected at step", "ended": "ended after step",
-    "recovered": "recovered from a failure, step", "fault": "silent fault found in step",
-}  # fmt: skip
-# Fields of an event in words: name, unit of a number. A field without an entry is shown under its own name.
-WORDS = {
-    "loss": ("loss", "nats"),
-    "grad_norm": ("gradient norm", ""),
-    "loss_median": ("median loss of the steps before", "nats"),
-    "loss_sigmas": ("distance of the loss from it", "standard deviations"),
-    "grad_norm_median": ("median gradient norm of the steps before", ""),
-    "log_norm_sigmas": ("distance of the norm's logarithm from that of the median", "standard deviations"),
-    "start_step": ("began at step", ""),
-    "level": ("median loss before it", "nats"),
-    "height": ("median loss since is higher by", "nats"),
-    "from_step": ("from step", ""),
-    "rewinds": ("rewind number", ""),
-    "seconds": ("time since the failure", "s"),
-    "ranks": ("ranks", ""),
-    "checked_before": ("the check before was after step", ""),
-}
 MAX_CHARACTERS = 300  # of one text
 
 
@@ -52,21 +28,15 @@ class RunEvent:
 
     @property
     def details(self) -> str:
-        """The numbers and texts of the event, such as `not finite; loss nan; sequences 48 to 63`."""
-        about = {key: value for key, value in self.about.items() if value not in (None, "")}
-        if about.get("detected_step") == self.step:
-            del about["detected_step"]
-        first, last, reason = (about.pop(key, None) for key in ("first_sequence", "last_sequence", "reason"))
-        parts = [_text(reason)] if reason else []
-        parts += [_in_words(key, value) for key, value in about.items()]
-        parts += [] if first is None or last is None else [f"sequences {_text(first)} to {_text(last)}"]
-        return "; ".join(parts)
+        """The sentence that the run logged, or else the fields, such as `changed ranks 1 -> 2`."""
+        fields = "; ".join(f"{key} {value}" for key, value in self.about.items())
+        return str(self.about.get("text", fields))[:MAX_CHARACTERS]
 
     @property
     def text(self) -> str:
-        """The event in one line, such as `skipped step 7: loss nan; sequences 48 to 63`."""
-        text = f"{VERBS.get(self.kind, self.kind)} {self.step:,}"
-        return f"{text}: {self.details}" if self.details else text
+        """The event in one line: the sentence that the run logged, or the kind, the step and the fields."""
+        head = "" if "text" in self.about else f"{self.kind}, step {self.step:,}"
+        return ": ".join(filter(None, [head, self.details]))
 
 
 def events_of(records: Sequence[dict[str, Any]]) -> list[RunEvent]:
@@ -82,19 +52,3 @@ def events_of(records: Sequence[dict[str, Any]]) -> list[RunEvent]:
         if kind in RESTARTS:
             trained_again_after = min(trained_again_after, step)
     return events[::-1]
-
-
-def _in_words(key: str, value: Any) -> str:
-    """A field of an event, such as `loss 3.2 nats`."""
-    name, unit = WORDS.get(key, (key.replace("_", " "), ""))
-    return f"{name} {_text(value)} {unit if _is_number(value) else ''}".rstrip()
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _text(value: Any) -> str:
-    if not _is_number(value):
-        return str(value)[:MAX_CHARACTERS]
-    return f"{value:,}" if isinstance(value, int) else short(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -15,14 +14,6 @@ from titanlite.report.recorded_run import MAX_NAMED, RecordedRun, listed
 from titanlite.report.timeline import duration, goodput_text, gpu_hours, timeline
 from titanlite.report.verdicts import MIN_POINTS, Verdict, verdicts_of
 
-LAYOUT = {
-    "data_parallel_replicate_degree": "replicate",
-    "data_parallel_shard_degree": "shard",
-    "tensor_parallel_degree": "tp",
-    "context_parallel_degree": "cp",
-    "pipeline_parallel_degree": "pp",
-    "expert_parallel_degree": "ep",
-}
 LR_CHANGE = re.compile(r"(?:^|; )optimizer\.lr (\S+) -> ([^\s;]+)")  # in a resume's `changed`
 CHANGES_BATCH = re.compile(r"stages\.\d+\.(seq_len|global_batch_size)$|training\.batch_ramp\.\d")
 NOT_COMPARED = {"job.dump_folder", "job.description"}
@@ -41,7 +32,7 @@ def facts(run: RecordedRun, price: float | None = None) -> dict[str, str]:
         "batch": _batch(run),
         "stages": listed([f"{s.label} from sequence {s.first_sequence:,}" for s in run.stages]),
         "optimizer": _optimizer(run),
-        "layout": _layout(run),
+        "layout": _text(run.env.get("layout", "")),
         "hardware": f"{_text(run.env.get('world_size'))} x {_text(run.env.get('device'))}" if run.env else "",
         "versions": ", ".join(
             f"{key} {run.env[key]}" for key in ("torch", "cuda", "python") if run.env.get(key)
@@ -173,20 +164,6 @@ def _logged(run: RecordedRun) -> str:
     gap = float(np.median(np.diff(steps))) if len(steps) > 2 else 0
     every = "" if gap == 0 else ", every step" if gap == 1 else f", every {gap:g} steps"
     return f"{len(steps):,} times{every}"
-
-
-def _layout(run: RecordedRun) -> str:
-    if not run.settings:
-        return ""
-    degrees = {name: run.setting(f"parallelism.{key}", int) or 1 for key, name in LAYOUT.items()}
-    parts = [f"{name} {value}" for name, value in degrees.items() if value > 1]
-    if degrees["shard"] == -1:
-        world = run.env.get("world_size")
-        if not isinstance(world, int):
-            return ", ".join(["shard over all other ranks", *parts])
-        shards = world // math.prod(value for value in degrees.values() if value > 1)
-        parts = [f"shard {shards}", *parts] if shards > 1 else parts
-    return ", ".join(parts) or "unsharded"
 
 
 def _end_of_loss(run: RecordedRun) -> str:

@@ -30,7 +30,6 @@ NUM_COLORS = 8  # .run0 to .run7 in page.css
 MAX_SAMPLE_STEPS = 3  # the last steps with samples
 MAX_CHARACTERS = 3000  # of one sample
 MAX_EVENTS = 50  # the newest ones of each run
-MAX_CHECKPOINTS = 30  # the newest ones of each run
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,7 +74,6 @@ def report(runs: Sequence[RecordedRun], price: float | None = None) -> str:
         _events(runs),
         _samples(runs),
         _changed_keys(runs),
-        _checkpoints(runs),
     ]
     shown = [*charts, *(chart for group in groups for chart in group.charts)]
     content = {"runs": [printable(run.name) for run in runs], "charts": [data(chart) for chart in shown]}
@@ -260,20 +258,3 @@ def _changed_keys(runs: Sequence[RecordedRun]) -> str:
     else:
         table = _table(_heads(runs), changed.items(), is_code=True) if changed else "<p>None.</p>"
     return f"<h2>Keys that differ</h2>\n{table}"
-
-
-def _checkpoints(runs: Sequence[RecordedRun]) -> str:
-    parts = []
-    for i, run in enumerate(runs):
-        if not run.checkpoints:
-            continue
-        rows = []
-        for saved in reversed(run.checkpoints[-MAX_CHECKPOINTS:]):
-            state = saved.fault or ("kept for good" if saved.is_kept else "complete")
-            size = f"{saved.size_bytes / 2**20:,.1f} MiB" if saved.size_bytes else ""
-            rows.append((str(saved.step), [saved.saved_at, size, str(saved.num_ranks or ""), state]))
-        parts.append(f"<h3>{_swatch(i)}{text(run.name)}</h3>")
-        parts.append(_table(["step", "saved at", "size", "ranks", "state (sizes checked)"], rows))
-        if len(run.checkpoints) > MAX_CHECKPOINTS:
-            parts.append(f'<p class="faint">{len(run.checkpoints) - MAX_CHECKPOINTS} older ones.</p>')
-    return "\n".join(["<h2>Checkpoints</h2>", *parts]) if parts else ""

@@ -62,10 +62,8 @@ class SavedCheckpoint(NamedTuple):
     `weights_digest`: empty if it is not known."""
 
     step: int
-    saved_at: str
     size_bytes: int
     num_ranks: int
-    is_kept: bool
     fault: str
     weights_digest: str = ""
 
@@ -210,7 +208,7 @@ def read_run(folder: PurePath, name: str) -> RecordedRun:
         raise ConfigError(f"{folder / METRICS} has no record" + (f": {problems[0]}" if problems else ""))
     superseded = _bytes(folder / SUPERSEDED, problems) or b""
     tree, about = _job(folder, problems)
-    settings = dotted(tree)
+    settings = toml.flatten(tree)
     events = _bytes(folder / EVENTS, problems, "spikes, rewinds and the like") or b""
     return RecordedRun(
         name=name,
@@ -306,22 +304,12 @@ def _job(folder: PurePath, problems: list[str]) -> tuple[dict[str, Any], list[st
     try:
         text = (data or b"").decode()
         tree = toml.parse(text)
-        dotted(tree)
+        toml.flatten(tree)
     except (ValueError, RecursionError) as e:
         problems.append(f"job.toml cannot be read: {e}")
         return {}, []
     head = text.partition("\n\n")[0].splitlines()
     return tree, [line[2:] for line in head if line.startswith("# ")]
-
-
-def dotted(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested table as one table with dotted keys. Tables in lists are numbered from 0."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-            value = {str(i): item for i, item in enumerate(value)}
-        flat |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _stages(tables: Any) -> list[RecordedStage]:
@@ -410,11 +398,9 @@ def _checkpoint(step: int, path: PurePath) -> SavedCheckpoint:
         reason = commit.fault(path, step) or ""
         manifest = commit.read_manifest(path)
         size = sum(digest.size for digest in commit.digests(manifest).values())
-        saved = SavedCheckpoint(
-            step, manifest["saved_at"], size, manifest["ranks"], commit.is_kept(path), reason
-        )
+        saved = SavedCheckpoint(step, size, manifest["ranks"], reason)
         digests = manifest.get("digest")
         text = digests.get("weights") if isinstance(digests, dict) and not reason else None
         return saved._replace(weights_digest=text) if isinstance(text, str) else saved
     except (OSError, ValueError, commit.CheckpointError) as e:
-        return SavedCheckpoint(step, "", 0, 0, False, str(e))
+        return SavedCheckpoint(step, 0, 0, str(e))

@@ -9,14 +9,14 @@ from titanlite.commands import Verb
 from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.overrides import split_words
 from titanlite.object_store import location
-from titanlite.options import Options, parse_price, take_flag
+from titanlite.options import Options, number_of, take_flag
 
 
 def add_compare(options: Options) -> None:
     options.add("runs", type=location, nargs="+", metavar="RUN", help="a run folder, which has metrics.jsonl")
     options.add(
         "--price-per-gpu-hour",
-        type=parse_price,
+        type=number_of("price such as 2.50", may_be_zero=True),
         metavar="PRICE",
         help="adds what the GPU hours of each run cost",
     )

@@ -25,7 +25,7 @@ from titanlite.report.estimates import (
     windows,
 )
 from titanlite.report.events import RunEvent
-from titanlite.report.recorded_run import RecordedRun, number
+from titanlite.report.recorded_run import MAX_NAMED, RecordedRun, number
 
 MIN_POINTS = 200  # logged values; fewer give no verdict
 SURE = 4.0  # standard errors of a trend; 3 would be enough for independent noise, correlated noise needs 4
@@ -110,10 +110,10 @@ def rewound(rewinds: Sequence[RunEvent]) -> list[Verdict]:
     return [Verdict("rewound", f"the run rewound {times}", _in_lines(rewinds), rewinds[0].step, "note")]
 
 
-def _in_lines(events: Sequence[RunEvent], most: int = 5) -> str:
+def _in_lines(events: Sequence[RunEvent]) -> str:
     """The first events, one to a line, and the number of the remaining ones."""
-    texts = [event.text for event in events]
-    return "\n".join([*texts[:most], *([f"{len(texts) - most} more"] if len(texts) > most else [])])
+    more = [f"{len(events) - MAX_NAMED} more"] if len(events) > MAX_NAMED else []
+    return "\n".join([*(event.text for event in events[:MAX_NAMED]), *more])
 
 
 def low_precision(loss_minus_fp32: Series) -> list[Verdict]:

@@ -25,7 +25,9 @@ from titanlite.errors import PEER_ERRORS, TRACEBACK
 from titanlite.log import tell, write_error
 from titanlite.runtime.environment import set_notes_folder, set_restart_began
 from titanlite.runtime.hang import describe_hang, name_ranks
+from titanlite.runtime.nodes import Nodes
 from titanlite.runtime.signals import AGAIN_S, END, SAVE, STOP, Stopped, handled_signals
+from titanlite.runtime.slow_node import read_slow_node
 
 FINAL_CODES = {2, 3, 4, 6, Stopped.exit_code}  # exit codes that a restart would only repeat
 MARGIN_S = 2.0  # seconds before the end of the grace period at which the launcher ends the ranks
@@ -175,6 +177,10 @@ class Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         set_restart_began(self._failed_at or time.monotonic())  # now: another node was lost, or joins
+        handler = worker_group.spec.rdzv_handler
+        if isinstance(handler, Nodes) and self._notes:
+            ranks = [worker.global_rank for worker in worker_group.workers]
+            handler.slow = read_slow_node(self._notes, ranks)
         if worker_group.group_world_size == self.max_nodes and self._pcontext is not None:
             # A node can only join a run of all nodes if one was lost. Ranks that wait for the lost one cannot
             # save, and some cannot end: torch would wait 30 s.

@@ -28,6 +28,7 @@ from titanlite.runtime import rendezvous
 from titanlite.runtime.agent import Agent, RanksFailed
 from titanlite.runtime.fork_server import ForkServer
 from titanlite.runtime.forked_ranks import RANK_COMMAND, forked_by
+from titanlite.runtime.nodes import NODES, LeftRun, Nodes, register_nodes
 from titanlite.runtime.signals import handled_signals
 
 # Exit code and message for each error with which torch's rendezvous of several nodes ends.
@@ -64,7 +65,7 @@ def start_ranks(options: argparse.Namespace, words: Sequence[str], server: ForkS
     with tempfile.TemporaryDirectory(prefix="titanlite-", ignore_cleanup_errors=True) as folder:  # mode 0700
         arguments = [
             f"--nproc-per-node={options.nproc_per_node}",
-            f"--nnodes={options.nnodes}",
+            f"--nnodes={min(options.node_numbers)}:{max(options.node_numbers)}",
             f"--max-restarts={options.max_restarts}",
             f"--log-dir={folder}",
             f"--signals-to-handle={','.join(handled)}",
@@ -77,7 +78,7 @@ def start_ranks(options: argparse.Namespace, words: Sequence[str], server: ForkS
                 torchrun.run(torchrun.parse_args([*arguments, "--no-python", *command]))
         except RanksFailed as failed:
             return failed.exit_code
-        except rendezvous.NotReached as error:
+        except (rendezvous.NotReached, LeftRun) as error:
             tell(error)
             return error.exit_code
         except tuple(NOT_MET) as error:
@@ -96,7 +97,10 @@ def _meeting(options: argparse.Namespace) -> list[str]:
         rendezvous.register_one_node()
         backend, endpoint, run_id = rendezvous.ONE_NODE, "localhost:0", secrets.token_hex(8)
     else:
-        backend, endpoint, run_id = "c10d", options.rdzv_endpoint, options.rdzv_id or "titanlite"
+        register_nodes()
+        Nodes.numbers = options.node_numbers
+        Nodes.is_first, Nodes.excludes_slow = options.node_rank == 0, options.exclude_slow
+        backend, endpoint, run_id = NODES, options.rdzv_endpoint, options.rdzv_id or "titanlite"
         rendezvous.reach_first_node(endpoint, options.node_rank)
         tell(f"waiting for {options.nnodes} nodes at {endpoint}")
     return [f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={run_id}"]

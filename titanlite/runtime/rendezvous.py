@@ -82,11 +82,14 @@ def register_one_node() -> None:
 
 
 def reach_first_node(endpoint: str, node_rank: int, timeout_s: float = JOIN_TIMEOUT_S) -> None:
-    """On the first node, check that its port is free; on the others, wait until the first node listens.
-    Raises ConfigError for an endpoint that cannot be used, NotReached if the first node does not answer."""
+    """On the first node, check that its port is free; on the others, wait until the first node listens, whose
+    name may not resolve before it has started. Raises ConfigError for an endpoint that cannot be used,
+    NotReached if the first node does not answer."""
     try:
         host, port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
-        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        host.encode("idna")  # as socket does, which would raise the same error
+        if node_rank == 0:
+            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (ValueError, OSError) as error:
         text = f"RDZV_ENDPOINT={endpoint}: {error}; expected host:port of the first node"
         raise ConfigError(text) from error
@@ -114,13 +117,16 @@ def check_port(host: str, port: int) -> None:
 
 
 def wait_for(host: str, port: int, timeout_s: float, missing: str) -> None:
-    """Wait until a program listens at the port. Raises NotReached with the text `missing`."""
+    """Wait until `host` resolves, and a program listens at the port. Raises NotReached, with the text
+    `missing` if the host resolves."""
     until = time.monotonic() + timeout_s
     while True:
         try:
             socket.create_connection((host, port), timeout=5).close()
         except OSError as error:
             if time.monotonic() > until:
+                if isinstance(error, socket.gaierror):
+                    missing = f"{host}, the host of {host}:{port}, does not resolve to an address"
                 raise NotReached(f"{missing} ({error})") from error
             time.sleep(0.2)
         else:

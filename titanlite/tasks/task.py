@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -90,7 +89,9 @@ def read_questions(task: Task) -> list[Question]:
     except (OSError, ValueError) as e:
         raise ConfigError(f"cannot read {task.path!r}: {getattr(e, 'strerror', None) or e}", KEY) from None
     questions: list[Question] = []
-    for number, text in _filled(lines):
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
         if len(questions) == task.limit:
             break
         try:
@@ -107,10 +108,6 @@ def read_questions(task: Task) -> list[Question]:
 def line_error(task: Task, line: int, reason: str) -> ConfigError:
     """The error of a line of a task's file."""
     return ConfigError(f"{task.path}, line {line}: {reason}", KEY)
-
-
-def _filled(lines: list[str]) -> Iterator[tuple[int, str]]:
-    return ((number, text) for number, text in enumerate(lines, 1) if text.strip())
 
 
 def make_question(tree: Any, line: int) -> Question:

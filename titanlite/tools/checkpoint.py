@@ -34,9 +34,9 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.digest import gib
 from titanlite.checkpoint.find import checkpoints_below, find_checkpoint
 from titanlite.checkpoint.reader import read_metadata
-from titanlite.checkpoint.run_identity import flatten
 from titanlite.checkpoint.state import AVERAGED_FROM, TRAIN
 from titanlite.checkpoint.state_digest import combine, digests_of_checkpoint
+from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.fetch import verified_copy
 from titanlite.interop.dcp import non_finite_in
@@ -144,7 +144,7 @@ def _show(paths: list[PurePath], list_tensors: bool = False) -> int:
         saved = read_metadata(path, manifest).state_dict_metadata
     except commit.Damaged as e:
         raise commit.damaged(path, e) from None
-    identity, averaged_from = flatten(train.pop("identity")), train.pop(AVERAGED_FROM, {})
+    identity, averaged_from = toml.flatten(train.pop("identity")), train.pop(AVERAGED_FROM, {})
     tensors: dict[str, Any] = {name: t for name, t in saved.items() if hasattr(t, "size")}
     _print(path)
     for key, value in {

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
+from titanlite.log import tell
 from titanlite.runtime.environment import prepare_to_launch, shared_memory
 from titanlite.runtime.fork_server import fork_server
 from titanlite.runtime.notices import stop_at_notice
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     with fork_server(words) as server:  # it imports while this process does
         from titanlite.runtime.launcher import start_ranks
 
-        job = _check_job(options, path, overrides)
+        job, options.node_numbers = _check_job(options, path, overrides)
         with stop_requests(), stop_at_notice(options.notice), _memory_for_copies(job) as memory:
             exit_code = start_ranks(options, words, server)
             if exit_code not in RESUMABLE:
@@ -61,19 +62,35 @@ def _memory_for_copies(job: Job) -> Iterator[Path]:
         yield folder
 
 
-def _check_job(options: Namespace, path: str, overrides: Sequence[str]) -> Job:
-    """Load the job, with the user's components, and check it for each number of nodes that may train it.
-    Raises ConfigError."""
+def _check_job(options: Namespace, path: str, overrides: Sequence[str]) -> tuple[Job, list[int]]:
+    """Load the job, with the user's components, and check it. Returns the job and the numbers of nodes of
+    NNODES on which it can train. Raises ConfigError."""
     from titanlite.job import load_job
 
     job = load_job(path, overrides, None, allow_imports=True)
     try:
-        for nodes in range(options.max_nodes, options.min_nodes - 1, -1):
-            _check_nodes(job, options, nodes)
+        numbers = _node_numbers(job, options)
         job.check_folders()
     except ConfigError as e:
         raise toml.read(path, overrides)[1].located(e) from None
-    return job
+    return job, numbers
+
+
+def _node_numbers(job: Job, options: Namespace) -> list[int]:
+    """The numbers of nodes of NNODES that pass the job's checks, in ascending order, at least one. Says why
+    if others do not. Raises the ConfigError of the largest number if none does."""
+    numbers, problem = [], None
+    for nodes in range(options.min_nodes, options.max_nodes + 1):
+        try:
+            _check_nodes(job, options, nodes)
+            numbers.append(nodes)
+        except ConfigError as e:
+            problem = e
+    if problem is not None:
+        if not numbers:
+            raise problem
+        tell(f"the job trains on {', '.join(map(str, numbers))} nodes only: {problem}")
+    return numbers
 
 
 def _check_nodes(job: Job, options: Namespace, nodes: int) -> None:

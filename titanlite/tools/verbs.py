@@ -52,6 +52,11 @@ def add_launch(options: Options) -> None:
         default="",
         help="stop at a notice that the node is taken away: of aws, azure, google, at a URL or in a file",
     )
+    add(
+        "--exclude-slow",
+        action="store_true",
+        help="at a restart, this node leaves the run if a rank of it was named as slow and enough nodes stay",
+    )
 
 
 def add_generate(options: Options) -> None:
@@ -159,10 +164,6 @@ def shown_config(path: str) -> str | None:
     return path if path in shipped_configs() else None
 
 
-def _launch_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    return launch_arguments(argv)[1:]
-
-
 def _import_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     options, overrides = parser("import").read_known(argv)
     return options.config, overrides
@@ -192,7 +193,7 @@ VERBS = {
         "train on several processes through torchrun; run_train.sh calls it",
         options=add_launch,
         table="job",
-        config_of=_launch_config,
+        config_of=lambda argv: launch_arguments(argv)[1:],
         explains_keys=True,
     ),
     "generate": Verb(

@@ -12,7 +12,6 @@ import pytest
 
 from tests.support.torchtitan_table import KEYS, PAGE, page
 from titanlite import cli
-from titanlite.checkpoint.run_identity import flatten
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.contrib.migrate import migrate, migrate_key, own_keys, reason_without_counterpart
@@ -170,7 +169,7 @@ def test_a_default_that_is_left_out_is_as_if_it_were_written(release: str, tmp_p
     )
     jobs = [result(tmp_path, keys)[0] for keys in (written | switches, switches)]
     assert jobs[0].float8.enable
-    trees = [flatten(toml.as_tree(job)) for job in jobs]
+    trees = [toml.flatten(toml.as_tree(job)) for job in jobs]
     names = {"job", "tokenizer", "data"}  # paths of folders
     trees = [{k: v for k, v in tree.items() if k.split(".")[0] not in names} for tree in trees]
     assert trees[0] == trees[1]

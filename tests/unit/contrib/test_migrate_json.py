@@ -247,8 +247,9 @@ def test_muon_and_groups_of_parameters(tmp_path: Path) -> None:
         "'norm' has AdamW with {'lr': 0.001", "titanlite has no amsgrad = True",
     ]  # fmt: skip
     muon["optimizer_kwargs"] |= {"adjust_lr_fn": "spectral_unclamped", "ns_coefficients": [3.0, -3.2, 1.2]}
-    optimizer = result(tmp_path, tree)[0].optimizer
-    assert (optimizer.adjust_lr_fn, optimizer.ns_custom_coefficients) == ("spectral", [[3.0, -3.2, 1.2]] * 5)
+    job, _, todo = result(tmp_path, tree)
+    assert job.optimizer.adjust_lr_fn == "spectral"
+    assert any("titanlite has no ns_coefficients = [3.0, -3.2, 1.2]" in line for line in todo)
     tree["optimizer"]["param_groups"] = [muon]
     assert "no group has the pattern '.*': set optimizer" in result(tmp_path, tree)[2][0]
 
@@ -277,9 +278,8 @@ def test_what_would_change_training_silently_is_to_do(
     assert any(said.startswith(line) for said in migrate(source)[1]), line
 
 
-@pytest.mark.parametrize("key", ["compile.enable_async_tensor_parallel", "parallelism.enable_fsdp_symm_mem"])
-def test_switches_are_renamed(key: str) -> None:
-    made, _, undecided = migrate_key(key, True)
+def test_switches_are_renamed() -> None:
+    made, _, undecided = migrate_key("compile.enable_async_tensor_parallel", True)
     assert (list(made.values()), undecided) == ([True], False)
 
 

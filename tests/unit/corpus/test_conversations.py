@@ -316,8 +316,8 @@ def pyarrow_table(records: list[dict[str, Any]]) -> Any:
 BLOCKS = text_files.blocks
 
 
-def read_blocks(file: Path, limits: text_files.Limits, size: int) -> Iterator[bytes]:
-    for block in BLOCKS(file, limits):
+def read_blocks(file: Path, size: int) -> Iterator[bytes]:
+    for block in BLOCKS(file):
         yield from (block[i : i + size] for i in range(0, len(block), size))
 
 

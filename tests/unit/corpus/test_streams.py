@@ -94,13 +94,7 @@ def test_another_stream_does_not_continue_this_one(stream: LineStream, output: P
     assert e.value.key == "output"
 
 
-def test_a_damaged_record_and_a_state_that_is_not_json(
-    stream: LineStream, output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fetch(stream, output, "text")
-    (work_folder(output) / stream_files.RECORD).write_text("{")
-    with pytest.raises(ConfigError, match=r"stream\.json: .*: delete the folder"):
-        fetch(stream, output, "text")
+def test_a_state_that_is_not_json(stream: LineStream, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lines, "state_dict", lambda self: {"offset": {1, 2}})
     with pytest.raises(ConfigError, match=r"state_dict of the stream lines .*lines\.txt is not JSON"):
         fetch(stream, output.with_name("new"), "text")

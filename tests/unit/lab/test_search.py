@@ -88,12 +88,6 @@ def test_another_search_in_the_folder_is_refused(
     assert "holds another search, with another " in error
     assert "optimizer.lr" in error
     assert "job.training.seq_len" in error
-    for damaged in ("{", '{"results": [1]}', '{"results": {"a": {"loss": "x", "seconds": 1.0}}}'):
-        (folder / "search.json").write_text(damaged)
-        assert cli.run(command(tmp_path, corpus, RANGE)) == 2
-        error = capsys.readouterr().err
-        assert "search.json: damaged" in error
-        assert "delete it, and runs that have ended are read again" in error
 
 
 def test_a_run_that_does_not_end_is_killed_and_the_others_are_waited_for(

@@ -20,7 +20,7 @@ from tests.support.tiers import sampled
 from titanlite.config.component import ConfigError
 from titanlite.job import Job
 from titanlite.metrics.guard import Guard, StepGuard
-from titanlite.metrics.outliers import FLOORS, Outliers
+from titanlite.metrics.outliers import ENOUGH_STEPS, FLOORS, Outliers
 from titanlite.train import train
 
 CPU = torch.device("cpu")
@@ -62,7 +62,7 @@ class Reference:
         if not finite:
             return False
         values = np.array([loss, torch.tensor(norm).log().item()], np.float32)
-        if len(self.window) >= config.min_window:
+        if len(self.window) >= min(config.window, ENOUGH_STEPS):
             window = np.array(self.window)
             median = np.median(window, axis=0)
             deviation = np.float32(1.4826) * np.median(np.abs(window - median), axis=0)
@@ -81,10 +81,7 @@ class Reference:
 def test_decisions_equal_those_of_the_reference(seed: int) -> None:
     """With noise, single outliers, streaks, level shifts, NaN and infinity."""
     rng = np.random.default_rng(seed)
-    config = Guard(
-        skip_sigma=[3.0, 6.0][seed % 2], window=[16, 33][seed % 2], min_window=[16, 5, 1][seed % 3],
-        max_consecutive=4,
-    )  # fmt: skip
+    config = Guard(skip_sigma=[3.0, 6.0][seed % 2], window=[16, 128, 5, 1][seed], max_consecutive=4)
     losses, norms = noise(300, seed), np.exp(rng.normal(size=300) / 4)
     losses[rng.integers(300, size=12)] += rng.exponential(size=12)
     norms[rng.integers(300, size=12)] *= 9
@@ -239,7 +236,7 @@ def test_control_a_run_that_lost_its_window_does_not() -> None:
 
 
 def test_a_shorter_window_keeps_the_newest_steps() -> None:
-    long, short = StepGuard(CONFIG, CPU), StepGuard(Guard(skip_sigma=6, window=20, min_window=2), CPU)
+    long, short = StepGuard(CONFIG, CPU), StepGuard(Guard(skip_sigma=6, window=20), CPU)
     decide(long, noise(300))
     short.load_state_dict(long.state_dict())
     state = short.state_dict()["outliers"]
@@ -264,8 +261,6 @@ def test_without_the_key_no_work_is_queued() -> None:
         ("skip_sigma", {"skip_sigma": math.nan}),
         ("window", {"window": 20_000}),
         ("window", {"window": 0}),
-        ("min_window", {"window": 10, "min_window": 11}),
-        ("min_window", {"min_window": 0}),
     ],
 )
 def test_wrong_values_are_refused(key: str, values: dict[str, Any]) -> None:
@@ -305,6 +300,7 @@ def test_an_outlier_is_a_step_that_did_nothing(tmp_path: Path, corpus: Path, idl
     skips = [event for event in events if event["event"] == "skipped"]
     assert [event["step"] for event in skips] == [14, 15, 17]
     assert [event["reason"] for event in skips] == ["outlier"] * 3
+    assert skips[0]["text"].startswith("step 14 is skipped: ")
     assert [event["first_sequence"] for event in skips] == [104, 112, 128]
 
 

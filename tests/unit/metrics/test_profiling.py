@@ -35,16 +35,12 @@ def plan(first_step: int, last_step: int = 40, **config: Any) -> dict[str, list[
         (4, {}, {"WARMUP": [8, 9], "RECORD_AND_SAVE": [10]}),
         (9, {}, {"WARMUP": [9], "RECORD_AND_SAVE": [10]}),
         (11, {}, {"WARMUP": [18, 19], "RECORD_AND_SAVE": [20]}),
-        (1, {"profile_cycles": 2}, {"WARMUP": [8, 9, 18, 19], "RECORD_AND_SAVE": [10, 20]}),
-        (
-            1,
-            {"profile_cycles": 0, "profiler_warmup": 0, "profiler_active": 2},
-            {"RECORD": [9, 19, 29, 39], "RECORD_AND_SAVE": [10, 20, 30, 40]},
-        ),
+        (1, {"profiler_warmup": 0, "profiler_active": 2}, {"RECORD": [9], "RECORD_AND_SAVE": [10]}),
         (1, {"profile_freq": 3}, {"WARMUP": [1, 2], "RECORD_AND_SAVE": [3]}),
         (1, {"profile_freq": 1, "profiler_warmup": 0}, {"RECORD_AND_SAVE": [1]}),
         # half a trace is none, and counts for none
         (10, {"profiler_active": 2}, {"WARMUP": [17, 18], "RECORD": [19], "RECORD_AND_SAVE": [20]}),
+        (1, {"last_step": 10}, {"WARMUP": [8, 9], "RECORD_AND_SAVE": [10]}),
         (1, {"last_step": 9}, {}),
     ],
 )
@@ -52,19 +48,15 @@ def test_the_last_steps_of_a_cycle_are_traced(first_step, config, wanted) -> Non
     assert plan(first_step, **config) == wanted
 
 
-@pytest.mark.parametrize("last_step", [3, 5])
+@pytest.mark.parametrize("last_step", [1, 3])
 def test_what_the_end_of_a_run_cuts_off_is_no_trace(tmp_path: Path, last_step: int) -> None:
-    profiling = Profiling(
-        enable_profiling=True, profile_freq=2, profiler_warmup=0, profiler_active=2, profile_cycles=0
-    )
+    profiling = Profiling(enable_profiling=True, profile_freq=2, profiler_warmup=0, profiler_active=2)
     with Profiler(profiling, tmp_path / "profile", 0, 1, 1000) as profiler:
         for _ in range(last_step):
             torch.ones(8).sum()
             profiler.step_done()
-    steps = range(2, last_step + 1, 2)
-    assert {p.name for p in (tmp_path / "profile").iterdir()} == {
-        f"trace-step-{step}-rank-0.json.gz" for step in steps
-    }
+    traces = [path.name for path in tmp_path.glob("profile/*")]
+    assert traces == (["trace-step-2-rank-0.json.gz"] if last_step == 3 else [])
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
@@ -139,7 +131,6 @@ def test_with_a_device_its_kernels_count() -> None:
         ({"profile_freq": 2}, "profile_freq"),
         ({"profiler_active": 0}, "profiler_active"),
         ({"profiler_warmup": -1}, "profiler_warmup"),
-        ({"profile_cycles": -1}, "profile_cycles"),
     ],
 )
 def test_steps_that_make_no_cycle_are_refused(config: dict[str, int], key: str) -> None:

@@ -75,18 +75,3 @@ def test_a_copy_of_which_the_original_began_again_is_the_run(folder: Path) -> No
     change(copy, device=-1)
     identify(folder, 0)
     assert identify(copy, 3).run_id == first
-
-
-@pytest.mark.parametrize("damage", [{"run_id": "../x"}, {"more": 1}, {"inode": None}])
-def test_an_id_that_cannot_be_read_is_made_again(folder: Path, damage: dict[str, object]) -> None:
-    first = id_of(folder)
-    change(folder, **damage)
-    made = identify(folder, 3)
-    assert made.run_id != first
-    assert identify(folder, 3) == made
-
-
-def test_a_recorded_path_that_is_no_path_is_of_no_folder(folder: Path) -> None:
-    first = id_of(folder)
-    change(folder, folder="\0", device=-1)
-    assert identify(folder, 3).run_id == first

@@ -204,10 +204,6 @@ def test_a_run_rewinds_as_often_as_it_may() -> None:
 
 
 def test_keys_of_a_rewind_that_do_not_fit() -> None:
-    with pytest.raises(ConfigError, match=r"150 is not below guard\.rewind_margin = 100"):
-        Guard(skip_before=150)
-    with pytest.raises(ConfigError, match="20 is not below"):
-        Guard(skip_before=20, rewind_margin=20)  # would skip what the checkpoint may have trained on
     with pytest.raises(ConfigError, match="0 is below 1"):
         Guard(rewind_margin=0)
     Guard(on_spike="rewind").check(saves_checkpoints=True, is_deterministic=True)

@@ -313,7 +313,6 @@ def test_batches_have_one_shape_of_one_block() -> None:
         ({"momentum": 1.0}, "1.0 is not in"),
         ({"ns_steps": 0}, "0 is below 1"),
         ({"adamw_lr_multiplier": -1.0}, "not a finite number"),
-        ({"ns_custom_coefficients": [[1.0, 2.0]]}, "not a list of three finite numbers"),
         ({"param_groups": [ParamGroup(pattern="*", rule="adam")]}, "unknown rule 'adam'.*adamw"),
     ],
 )
@@ -328,14 +327,6 @@ def test_a_vector_cannot_have_muons_rule() -> None:
         config.check(model_of())
     with pytest.raises(ConfigError, match="orthogonalise the matrices on the CPU"):
         Muon().check_cpu_offload()
-
-
-def test_custom_coefficients_replace_the_set() -> None:
-    nets = [model_of(), model_of()]
-    custom = Muon(lr=0.01, ns_custom_coefficients=[list(c) for c in coefficients_of("jordan", 5)])
-    weights = [train(nets[0], custom.build(nets[0], ALONE), 2)]
-    weights.append(train(nets[1], Muon(lr=0.01, ns_coefficients="jordan").build(nets[1], ALONE), 2))
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "int8"])

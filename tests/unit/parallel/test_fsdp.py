@@ -1,22 +1,18 @@
-"""Which gathered parameters FSDP frees after the forward, and which modules use symmetric memory."""
+"""Which gathered parameters FSDP frees after the forward."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tests.support.fsdp import reshards_after_forward
-from titanlite.config.component import ConfigError
 from titanlite.losses import CrossEntropy
 from titanlite.mesh import build_mesh
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.qwen3 import Qwen3
 from titanlite.models.qwen3_moe import Qwen3MoE
-from titanlite.parallel import fsdp
 from titanlite.parallel.apply import parallelize
 from titanlite.parallel.settings import ParallelSettings
 from titanlite.parallelism import Parallelism
@@ -62,27 +58,3 @@ def test_the_default_frees_what_has_several_shards(
     num_blocks = len(net.blocks())
     num_freed = (num_blocks - 1) * len(reshards) // num_blocks
     assert reshards.count(True) == (num_freed if frees else 0)
-
-
-def test_all_fsdp_modules_use_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    using = list[nn.Module]()
-    monkeypatch.setattr(fsdp, "symmetric_memory_of_fsdp", lambda: using.append)
-    with fake_process_group(0, 4):
-        net = sharded(EXPERTS, 4, expert_parallel_degree=2, fsdp_symmetric_memory=True)
-        assert not using  # on a CPU
-        fsdp._use_symmetric_memory(net)
-        units = [module for module in net.modules() if isinstance(module, FSDPModule)]
-    assert using == units
-    assert len(units) == 1 + 3 + 3 + 1 + 2  # root, blocks, experts, embedding, final norm and head
-
-
-def test_symmetric_memory_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen, cuda = Parallelism(fsdp_symmetric_memory=True), torch.device("cuda")
-    monkeypatch.setattr("titanlite.parallelism.symmetric_memory_of_fsdp", lambda: None)
-    with pytest.raises(ConfigError, match=r"from torch 2\.13 on; this is torch .*: unset it") as e:
-        chosen.check_device(cuda)
-    assert e.value.key == "parallelism.fsdp_symmetric_memory"
-    chosen.check_device(torch.device("cpu"))
-    Parallelism().check_device(cuda)
-    monkeypatch.setattr("titanlite.parallelism.symmetric_memory_of_fsdp", lambda: print)
-    chosen.check_device(cuda)

@@ -73,8 +73,8 @@ def test_skipped_steps_are_one_to_a_line(folders: list[Path]) -> None:
     runs = [read_run(folder, folder.name) for folder in folders]
     lines = comparison(runs).splitlines()
     at = lines.index("  skipped steps: 2 steps skipped")
-    assert lines[at + 1 : at + 3] == [f"      skipped step {n}: loss {n} nats" for n in (7, 9)]
-    assert "skipped step 7: loss 7 nats<br>skipped step 9: loss 9 nats<" in report(runs)
+    assert lines[at + 1 : at + 3] == [f"      skipped, step {n}: loss {n}" for n in (7, 9)]
+    assert "skipped, step 7: loss 7<br>skipped, step 9: loss 9<" in report(runs)
 
 
 def with_digests(folder: Path, digests: list[str | None]) -> Path:

@@ -378,7 +378,7 @@ def test_saves_are_marked_on_the_chart_of_the_throughput(tmp_path: Path) -> None
 def test_events_are_marked_and_listed(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", metrics(), job=JOB)
     log = EventLog(folder / "events.jsonl", 0)
-    log.event(50, "skipped", {"loss": math.nan, "first_sequence": 784, "last_sequence": 799})
+    log.event(50, "skipped", {"loss": math.nan, "text": "step 50 is skipped: loss nan"})
     log.event(120, "skipped", {})
     log.event(100, "skipped", {"reason": "outlier", "loss": 12.0})
     log.event(125, "spike", {"loss": 9.25})
@@ -390,10 +390,10 @@ def test_events_are_marked_and_listed(tmp_path: Path) -> None:
     page = page_of(folder)
     marks = data_of(page)["charts"][0]["marks"]
     assert [(mark["kind"], mark["text"], mark["x"]) for mark in marks] == [
-        ("skipped", "run: skipped step 50: loss nan; sequences 784 to 799", 5_000_000),
-        ("skipped", "run: skipped step 100: outlier; loss 12 nats", 10_000_000),
-        ("rewound", "run: rewound to step 100: <b>spike", 10_000_000),
-        ("spike", "run: spike detected at step 200", 20_000_000),
+        ("skipped", "run: step 50 is skipped: loss nan", 5_000_000),
+        ("skipped", "run: skipped, step 100: reason outlier; loss 12.0", 10_000_000),
+        ("rewound", "run: rewound, step 100: reason <b>spike", 10_000_000),
+        ("spike", "run: spike, step 200", 20_000_000),
     ]
     marked = [chart["title"] for chart in data_of(page)["charts"] if chart["marks"]]
     assert marked == ["Training loss", "Throughput"]
@@ -403,11 +403,11 @@ def test_events_are_marked_and_listed(tmp_path: Path) -> None:
     )
     assert rows == [
         ("200", "spike", "", ""),
-        ("100", "rewound", "&lt;b&gt;spike", ""),
-        ("125", "spike", "loss 9.25 nats", "yes"),
-        ("100", "skipped", "outlier; loss 12 nats", ""),
+        ("100", "rewound", "reason &lt;b&gt;spike", ""),
+        ("125", "spike", "loss 9.25", "yes"),
+        ("100", "skipped", "reason outlier; loss 12.0", ""),
         ("120", "skipped", "", "yes"),
-        ("50", "skipped", "loss nan; sequences 784 to 799", ""),
+        ("50", "skipped", "step 50 is skipped: loss nan", ""),
     ]
     assert "the run rewound once" in page
     assert "events.jsonl: damaged records are left out, in 1 line: 9" in page
@@ -442,14 +442,12 @@ def test_a_batch_that_changes_during_the_run(tmp_path: Path, table: str, changes
 
 
 def test_what_missing_files_hold_is_not_invented(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", metrics(30), job=f"{JOB}\n[parallelism]\n")
-    assert facts(read_run(folder, "run"))["layout"] == "unsharded"
-    shard = "data_parallel_shard_degree = -1\ntensor_parallel_degree = 2\n"
-    (folder / "job.toml").write_text(f"{JOB}\n[parallelism]\n{shard}")
-    assert facts(read_run(folder, "run"))["layout"] == "shard 4, tp 2"
-    for name, layout in (("env.json", "shard over all other ranks, tp 2"), ("job.toml", "")):
+    folder = write_run(tmp_path / "run", metrics(30), job=JOB)
+    (folder / "env.json").write_text('{"layout": "dp_shard 4 x tp 2"}')
+    assert facts(read_run(folder, "run"))["layout"] == "dp_shard 4 x tp 2"
+    for name in ("env.json", "job.toml"):
         (folder / name).unlink()
-        assert facts(read_run(folder, "run"))["layout"] == layout
+        assert facts(read_run(folder, "run"))["layout"] == ""
     assert read_run(folder, "run").problems == [
         "there is no job.toml: settings are not known",
         "there is no events.jsonl: spikes, rewinds and the like are not known",
@@ -633,9 +631,9 @@ def test_changes_at_a_resume_are_events_and_facts(tmp_path: Path) -> None:
     log.close()
     read = read_run(folder, "run")
     assert facts(read)["optimizer"] == "adamw, peak learning rate 0.003, 0.004 from step 385"
-    said = "resumed after step 384: changed training.max_norm 1.0 -> 2.0; optimizer.lr 0.003 -> 0.004"
+    said = "resumed, step 384: changed training.max_norm 1.0 -> 2.0; optimizer.lr 0.003 -> 0.004"
     text = comparison([read, read])
-    assert f"run: resumed after step 300: changed training.steps 600 -> 440\nrun: {said}\n" in text
+    assert f"run: resumed, step 300: changed training.steps 600 -> 440\nrun: {said}\n" in text
     assert "0.005" not in text
     table = page_of(folder).partition("<h2>Events</h2>")[2]
     assert "changed training.max_norm 1.0 -&gt; 2.0; optimizer.lr 0.003 -&gt; 0.004" in table

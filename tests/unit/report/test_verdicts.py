@@ -49,7 +49,7 @@ def test_a_spike_that_the_guard_has_found_is_a_verdict(tmp_path: Path) -> None:
     (verdict,) = verdicts_of(run)
     assert (verdict.name, verdict.step, verdict.weight) == ("spike", 301, "bad")
     assert verdict.headline == "the loss spiked by 0.75 nats at step 301"
-    assert "spike detected at step 324: began at step 301; median loss before it 2.5 nats" in verdict.evidence
+    assert verdict.evidence.startswith("spike, step 324: start_step 301; detected_step 324; level 2.5")
     assert "logged 60 times" in report([run])
     with events.open("a") as file:
         file.write('{"step": 200, "event": "rewound"}\n')
@@ -232,7 +232,7 @@ def test_not_finite_and_skipped_steps() -> None:
     event = {"step": 17, "event": "skipped", "loss": "nan", "first_sequence": 256, "last_sequence": 271}
     (verdict,) = verdicts.skipped(events_of([event]))
     assert (verdict.headline, verdict.step) == ("1 step skipped", 17)
-    assert verdict.evidence == "skipped step 17: loss nan; sequences 256 to 271"
+    assert verdict.evidence == "skipped, step 17: loss nan; first_sequence 256; last_sequence 271"
     (verdict,) = verdicts.skipped(events_of([event] * 7))
     assert (verdict.headline, verdict.evidence.count("\n")) == ("7 steps skipped", 5)
     assert verdict.evidence.endswith("\n2 more")
@@ -249,7 +249,8 @@ def test_rewinds_are_named_also_if_they_were_rewound_themselves() -> None:
     (verdict,) = verdicts.rewound(events_of(records))
     assert (verdict.name, verdict.headline, verdict.step) == ("rewound", "the run rewound 2 times", 20)
     assert verdict.evidence == (
-        "rewound to step 20: the loss spiked at step 31\nrewound to step 10: sequences 160 to 511"
+        "rewound, step 20: reason the loss spiked at step 31\n"
+        "rewound, step 10: first_sequence 160; last_sequence 511"
     )
     assert verdicts.rewound([]) == []
 

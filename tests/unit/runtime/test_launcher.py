@@ -47,7 +47,8 @@ def handled_by(pid: int) -> set[int]:
 def options(num_nodes: int) -> argparse.Namespace:
     return argparse.Namespace(
         nproc_per_node=1, nnodes=str(num_nodes), max_nodes=num_nodes, max_restarts=0, node_rank=0, grace=None,
-        rdzv_endpoint="first:29500" if num_nodes > 1 else "", rdzv_id="",
+        rdzv_endpoint="first:29500" if num_nodes > 1 else "", rdzv_id="", node_numbers=[num_nodes],
+        exclude_slow=False,
     )  # fmt: skip
 
 
@@ -87,7 +88,7 @@ def test_nodes_that_do_not_meet(
     capfd: pytest.CaptureFixture,
 ) -> None:
     def run(arguments: argparse.Namespace) -> None:
-        assert arguments.rdzv_backend == "c10d"
+        assert arguments.rdzv_backend == "titanlite-nodes"
         raise error
 
     monkeypatch.setattr(torchrun, "run", run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -45,10 +46,39 @@ def test_the_first_node_opens_the_port_and_the_others_find_it(endpoint: str) -> 
     reach_first_node(f"192.0.2.1:{port}", 0)  # of no machine: reserved for documentation
 
 
-@pytest.mark.parametrize("endpoint", ["host.invalid:1234", "host:port", "127.0.0.1:99999"])
-def test_an_endpoint_that_cannot_be_used(endpoint: str) -> None:
+@pytest.mark.parametrize(
+    ("endpoint", "node_rank"),
+    [
+        ("host:port", 1),
+        ("127.0.0.1:99999", 1),
+        ("node..example:1234", 1),
+        ("host.invalid:1234", 0),  # the first node's own name
+    ],
+)
+def test_an_endpoint_that_cannot_be_used(endpoint: str, node_rank: int) -> None:
     with pytest.raises(ConfigError, match=f"^RDZV_ENDPOINT={re.escape(endpoint)}: .*; expected host:port of"):
-        reach_first_node(endpoint, 1)
+        reach_first_node(endpoint, node_rank)
+
+
+def test_a_name_that_does_not_resolve() -> None:
+    text = r"^host.invalid, the host of host.invalid:1234, does not resolve to an address \(.+\)$"
+    with pytest.raises(NotReached, match=text):
+        reach_first_node("host.invalid:1234", 1, timeout_s=0.3)
+
+
+def test_a_name_that_resolves_later(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the name of a pod of Kubernetes does some seconds after the pod has started."""
+    asked, resolve = [], socket.getaddrinfo
+
+    def later(host: str, *args: Any, **kwargs: Any) -> Any:
+        asked.append(host)
+        if len(asked) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve("127.0.0.1", *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", later)
+    reach_first_node(f"node0.invalid:{endpoint.partition(':')[2]}", 1)
+    assert asked == ["node0.invalid"] * 3
 
 
 def test_one_node_waits_for_nobody_and_opens_no_port() -> None:

@@ -3,7 +3,7 @@ another run."""
 
 from __future__ import annotations
 
-import re
+import json
 import uuid
 from pathlib import PurePath
 from typing import NamedTuple
@@ -13,7 +13,6 @@ from titanlite.log import logger
 from titanlite.storage import parse_path, storage_of
 
 NAME = "run_id.json"
-ID = re.compile("[0-9a-f]{32}")
 
 
 class RunId(NamedTuple):
@@ -30,7 +29,7 @@ class RunId(NamedTuple):
 
 def identify(folder: PurePath, resumed_step: int) -> RunId:
     """The id of the run in a folder, which is recorded there. It is made when a run starts at its first step
-    (`resumed_step` is 0), for a copy of another run's folder, and if it cannot be read."""
+    (`resumed_step` is 0), for a copy of another run's folder, and if none is recorded."""
     storage = storage_of(folder)
     recorded = _read(folder) if resumed_step else None
     here = RunId(uuid.uuid4().hex, *storage.folder_id(folder))
@@ -57,13 +56,8 @@ def _is_copy(recorded: RunId, here: RunId) -> bool:
 
 
 def _read(folder: PurePath) -> RunId | None:
-    """The id that is recorded in a folder; None if it cannot be read."""
+    """The id that is recorded in a folder; None if there is none, or the folder may not be read."""
     try:
-        tree = json_file.parse(storage_of(folder).read(folder / NAME))
-        json_file.expect(
-            tree, run_id=str, folder=str, device=int, inode=int, copied_from=str, copied_at_step=int
-        )
-        recorded = RunId(**tree)
-    except (OSError, ValueError, TypeError):
+        return RunId(**json.loads(storage_of(folder).read(folder / NAME)))
+    except OSError:
         return None
-    return recorded if ID.fullmatch(recorded.run_id) else None

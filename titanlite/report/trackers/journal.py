@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from titanlite.config import json_file
 from titanlite.metrics.records import append, end_last_line
 
 
@@ -45,16 +44,14 @@ class Journal:
         sent = dict[str, str]()
         for line in content.split(b"\n"):
             try:
-                entry = json_file.parse(line.decode()) if line else None
-                if entry is not None and "run" in entry:
-                    json_file.expect(entry, run=str, branch=int, step=int, parent=str, target=str)
-                    branch = Branch(entry["run"], entry["branch"], entry["step"], entry["parent"])
-                    sent = self._add(branch, entry["target"])
-                elif entry is not None:
-                    json_file.expect(entry, sent=str, signature=str)
-                    sent[entry["sent"]] = entry["signature"]
-            except ValueError:  # a kill has cut the line short
+                entry = json.loads(line)
+            except ValueError:  # empty, or cut short by a kill
                 continue
+            if "run" in entry:
+                branch = Branch(entry["run"], entry["branch"], entry["step"], entry["parent"])
+                sent = self._add(branch, entry["target"])
+            else:
+                sent[entry["sent"]] = entry["signature"]
 
     def _add(self, branch: Branch, target: str) -> dict[str, str]:
         sent = self._sent.pop((branch, target), {})

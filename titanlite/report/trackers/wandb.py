@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import html
-import struct
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from titanlite.files import read_regular
 from titanlite.log import logger
 from titanlite.metrics.sinks.base import RunInfo
 from titanlite.report.trackers.tracker import Client, Numbers, Tracker, TrackerRun
-
-FLUSH_S = 5.0  # for wandb's process to complete the offline files of a run that has just ended
-HEADER, BLOCK = 7, 32768  # bytes of a .wandb file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +77,7 @@ class WandBClient(Client):
 
     def known_steps(self, sent: set[int]) -> set[int]:
         if self._options["mode"] == "offline":
-            return steps_in_files(self._folder, self._run.id, Path(self._run.dir).parent) if sent else sent
+            return sent  # a kill may have lost the newest ones
         # A process that was killed may have left steps unsent. wandb sends in order.
         summary: Any = self._run.summary.get("step", {}) if self._run.resumed else {}
         return {step for step in sent if step <= summary.get("max", -1)}
@@ -100,52 +93,3 @@ class WandBClient(Client):
 
     def end(self, is_complete: bool) -> None:
         self._run.finish(exit_code=0 if is_complete else 1)
-
-
-def steps_in_files(folder: Path, run_id: str, open_folder: Path) -> set[int]:
-    """The steps whose metrics are in the offline files of a run, except the one that is open. wandb buffers
-    up to 32 KiB, which a process that is killed does not write."""
-    deadline, steps = time.monotonic() + FLUSH_S, set[int]()
-    for file in folder.glob(f"wandb/offline-run-*-{run_id}*/run-{run_id}.wandb"):
-        if file.parent.name == open_folder.name:
-            continue
-        is_whole, in_file = _read(file)
-        while not is_whole and time.monotonic() < deadline:
-            time.sleep(0.05)
-            is_whole, in_file = _read(file)
-        steps |= in_file
-    return steps
-
-
-def _read(file: Path) -> tuple[bool, set[int]]:
-    """Whether a .wandb file is complete, and the steps whose metrics it has."""
-    from google.protobuf.message import DecodeError
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    is_whole, steps = False, set[int]()
-    for data in records_of(read_regular(file)):
-        try:
-            record = Record.FromString(data)
-        except DecodeError:  # cut short
-            break
-        values = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
-        if "train/loss" in values:
-            steps.add(int(values["step"]))
-        is_whole = is_whole or record.HasField("exit")
-    return is_whole, steps
-
-
-def records_of(content: bytes) -> Iterator[bytes]:
-    """The records of a .wandb file: after its header, LevelDB's log format."""
-    position, record = HEADER, b""
-    while position + HEADER <= len(content):
-        rest = BLOCK - position % BLOCK
-        length, kind = struct.unpack_from("<HB", content, position + 4)  # after a checksum
-        if rest < HEADER or kind == 0:  # the block has no more records
-            position += rest
-            continue
-        record += content[position + HEADER : position + HEADER + length]
-        position += HEADER + length
-        if kind in (1, 4):  # a whole record, or the last of its parts
-            yield record
-            record = b""
