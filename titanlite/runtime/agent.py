@@ -118,7 +118,7 @@ class Agent(LocalElasticAgent):
     grace_s: float | None = None
     """Seconds after a signal to stop at which this node is killed; None: it waits for the ranks."""
     max_nodes = 1
-    """The most nodes that the run may have."""
+    """The most nodes that may train the run."""
     _stop_at: float | None = None
     _ended_at: float | None = None
     _notes: Path | None = None

@@ -58,7 +58,7 @@ def start_ranks(options: argparse.Namespace, words: Sequence[str], server: ForkS
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # the agent reports a failure in one line instead
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    Agent.grace_s, Agent.max_nodes = options.grace, options.max_nodes
+    Agent.grace_s, Agent.max_nodes = options.grace, max(options.node_numbers)
     setattr(launcher, "LocalElasticAgent", Agent)  # noqa: B010 -- launch_agent() has no parameter for it
     # torch would pass SIGHUP to the ranks even if nohup ignores it.
     handled = [number.name for number in (*handled_signals(), signal.SIGQUIT)]
