@@ -157,7 +157,7 @@ def private_names(tree: ast.AST, own: set[str]) -> set[str]:
 
 
 def test_private_names_of_torch_are_used_in_few_places() -> None:
-    """torch_compat.py has tests of all its names. The agent and the rendezvous subclass torch's."""
+    """torch_compat.py has tests of all its names. The agent and both kinds of rendezvous subclass torch's."""
     trees = {path.relative_to(PACKAGE).as_posix(): syntax_tree(path) for path in sources()}
     own = own_names(trees.values())
     users = {path: names for path, tree in trees.items() if (names := private_names(tree, own))}

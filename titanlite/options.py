@@ -18,6 +18,8 @@ from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.overrides import Bare, split_overrides
 from titanlite.config.paths import check_local, expand_home
 
+LIMIT = 1e30  # of numbers on the command line; products of larger ones may overflow
+
 
 class Options(argparse.ArgumentParser):
     """A parser of options. `-` and `_` in names are equal, names cannot be abbreviated, and errors are raised
@@ -111,14 +113,15 @@ def take_numbers(
 
 
 def number_of(noun: str, may_be_zero: bool = False) -> Callable[[str], float]:
-    """Return the type of an option that is a finite number above 0. `noun`: for messages, with an example."""
+    """Return the type of an option that is a number above 0, or 0 with `may_be_zero`, and below LIMIT.
+    `noun`: for messages, with an example."""
 
     def parse(text: str) -> float:
         try:
             number = float(text)
         except ValueError:
             number = math.nan
-        if not (0 < number < math.inf or (may_be_zero and number == 0)):
+        if not (0 < number < LIMIT or (may_be_zero and number == 0)):
             raise argparse.ArgumentTypeError(f"{text!r} is not a {noun}")
         return number
 

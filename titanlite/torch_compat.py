@@ -1,5 +1,6 @@
 """Private and version-dependent APIs of torch and torchao. Other modules do not use such APIs, except
-runtime/agent.py, runtime/forked_ranks.py and runtime/rendezvous.py, which subclass classes of torchrun.
+runtime/agent.py, runtime/forked_ranks.py, runtime/nodes.py and runtime/rendezvous.py, which subclass classes
+of torchrun.
 
 Each function wraps one name that may be renamed or changed without notice, and its docstring states the
 behaviour that titanlite relies on. tests/unit/test_torch_compat.py has a test per function, which fails when
@@ -320,9 +321,10 @@ def is_spare(handler: DynamicRendezvousHandler) -> bool:
     return handler._this_node in handler._state_holder.state.redundancy_list
 
 
-def leave_rendezvous(handler: DynamicRendezvousHandler) -> None:
+def leave_rendezvous(handler: DynamicRendezvousHandler, announce: bool = False) -> None:
     """Remove this node from the participants, the waiting and the spare nodes; next_rendezvous() lets it join
-    again. Raises RendezvousError."""
+    again. `announce`: make it wait for the next round, so that the agents of the other nodes see that they
+    have to begin one. Raises RendezvousError."""
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _Action
 
     def leave(context: Any, deadline: float) -> _Action:
@@ -331,7 +333,9 @@ def leave_rendezvous(handler: DynamicRendezvousHandler) -> None:
         if context.node in context.state.participants:
             return _Action.REMOVE_FROM_PARTICIPANTS
         if context.node in context.state.wait_list:
-            return _Action.REMOVE_FROM_WAIT_LIST
+            return _Action.FINISH if announce else _Action.REMOVE_FROM_WAIT_LIST
+        if announce and context.state.complete:
+            return _Action.ADD_TO_WAIT_LIST
         if context.node in context.state.redundancy_list:
             return _Action.REMOVE_FROM_REDUNDANCY_LIST
         return _Action.FINISH

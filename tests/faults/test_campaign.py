@@ -86,8 +86,9 @@ def test_faults_at_random(tmp_path: Path, corpus: Path, monkeypatch: pytest.Monk
         assert fault["seconds"] is not None, f"not recovered from {fault}"
         assert fault["resumed"] >= fault["copied"], f"a complete copy is lost: {fault}"
         # The next copy begins `COPY_INTERVAL` steps after the one before, and counts when it is complete.
-        # That of the copy in flight is not known: it is taken to be at most twice that of the longest.
-        assert fault["repeated"] <= COPY_INTERVAL + 2 * (steps_of_a_copy + 1), fault
+        # That of the copy in flight is not known: it is taken to be at most twice that of the longest, and
+        # the machine may be busy for five seconds.
+        assert fault["repeated"] <= COPY_INTERVAL + 2 * (steps_of_a_copy + 1) + 5 / 0.25, fault
     assert result["goodput"] == pytest.approx(result["goodput_of_report"], abs=0.05)
 
     whole = uninterrupted(tmp_path, corpus, "whole")

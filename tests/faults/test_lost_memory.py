@@ -82,7 +82,7 @@ def test_a_killed_launcher(start: Any, tmp_path: Path, corpus: Path, damaged: bo
     assert node.end() == 0, node.log
     lost = "the copy in memory of step 6 is lost; the newest checkpoint on disk is step 4"
     assert (lost in node.log) == damaged
-    assert f"steps {5 if damaged else 7} to 7 are trained again" in node.log
+    assert f"the logged steps {5 if damaged else 7} to 7 are trained again" in node.log
     assert resumed(node.job) == [4 if damaged else 6]
     assert not list(node.memory.iterdir())
     assert_same(node.job, uninterrupted(tmp_path, corpus, 2))

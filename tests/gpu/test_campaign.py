@@ -31,7 +31,8 @@ KEYS = (
 def test_faults_at_random(tmp_path: Path, corpus: Path) -> None:
     num_nodes = min(torch.cuda.device_count(), 2)
     kinds, port = SEVERAL_NODES if num_nodes > 1 else ONE_NODE, free_port()
-    planned = plan_faults(19, SECONDS, 12, kinds, num_nodes, num_ranks=1)
+    planned = plan_faults(25, SECONDS, 12, kinds, num_nodes, num_ranks=1)
+    assert {fault.kind for fault in planned} == set(kinds)
 
     def start(number: int) -> Node:
         environment = {"MAX_RESTARTS": "100", "STEP_S": "0.3", "CUDA_VISIBLE_DEVICES": str(number)}
@@ -44,7 +45,7 @@ def test_faults_at_random(tmp_path: Path, corpus: Path) -> None:
     nodes = Nodes(start, num_nodes, tmp_path / "run", STEPS, frozen_s=7)
     happened = train_with_faults(nodes, planned)
     result = consequences(tmp_path / "run", happened, SECONDS)
-    assert len(happened) == len(planned) > 2
+    assert len(happened) == len(planned)
     for fault in result["faults"]:
         assert fault["seconds"] is not None, f"not recovered from {fault}"
         assert fault["resumed"] >= fault["copied"], f"a complete copy is lost: {fault}"

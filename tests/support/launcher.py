@@ -141,9 +141,11 @@ class Launcher:
 
     def close(self) -> None:
         """End all processes that are left."""
-        for pid in self.processes():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        while pids := self.processes():  # one that is about to die may have forked another
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
         self.launcher.wait()
 
 

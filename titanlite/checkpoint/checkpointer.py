@@ -44,8 +44,9 @@ from titanlite.log import logger
 from titanlite.optim.base import make_state
 from titanlite.ranks import Ranks
 
-# Seconds until the next copy to memory per second that a copy took, with memory_interval = -1.
-PAUSE = 3
+# With memory_interval = -1: seconds until the next copy to memory per second that a copy took.
+PAUSE_PER_COPY = 3
+RETRY_S = 1.0  # seconds until the next try if a state was not copied
 
 
 def steps_for_rewind(healthy: Sequence[int], last_step: int) -> set[int]:
@@ -247,6 +248,8 @@ class Checkpointer:
         """Copy the state to the memory of the nodes, in the background, unless training is not healthy."""
         self._copied_step = state.step
         snapshot, is_healthy = self._snapshot(state)
+        if self.config.memory_interval == -1:
+            self._next_copy_at = time.perf_counter() + RETRY_S
         if not is_healthy:
             return
         memory, history, step = self._memory, self._history, self._newest_commit
@@ -257,7 +260,7 @@ class Checkpointer:
             memory.write(snapshot, Lineage(history, step), plans)
             if self.config.memory_interval == -1:
                 ended = time.perf_counter()
-                self._next_copy_at = ended + PAUSE * (ended - began)
+                self._next_copy_at = ended + PAUSE_PER_COPY * (ended - began)
 
         self.saver.copy(snapshot, lambda tensors: self.ranks.union(non_finite(tensors)), write)
 

@@ -97,8 +97,10 @@ def step_of(path: PurePath) -> int | None:
 
 def damaged(path: PurePath, reason: object) -> CheckpointError:
     """The error for a damaged checkpoint that a user has asked for. It names the checkpoint before it."""
-    step = step_of(path)
-    before = [other for saved, other in list_committed(path.parent) if step is not None and saved < step]
+    step, before = step_of(path), list[PurePath]()
+    if step is not None:
+        with suppress(OSError):  # of a storage that does not answer
+            before = [other for saved, other in list_committed(path.parent) if saved < step]
     hint = f"; the checkpoint before it is {before[-1]}" if before else ""
     return CheckpointError(f"{path} is damaged: {reason}{hint}")
 

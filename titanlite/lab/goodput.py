@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titanlite.checkpoint.checkpointer import PAUSE
+from titanlite.checkpoint.checkpointer import PAUSE_PER_COPY
 from titanlite.config.component import ConfigError
 from titanlite.job import Job
 from titanlite.lab.cards import Cluster
@@ -130,10 +130,9 @@ def section(
     key, configured = "checkpoint.interval", job.checkpoint.interval
     if job.checkpoint.memory_interval:
         key, configured = "checkpoint.memory_interval", job.checkpoint.memory_interval
-        are_measured = run is not None and bool(run.setting(key, int))
-        times = with_copies(times, size, job.checkpoint.interval, are_measured=are_measured)
+        times = with_copies(times, size, job.checkpoint.interval)
         if configured == -1:
-            configured = math.ceil((1 + PAUSE) * (times.save + times.write) / times.step)
+            configured = math.ceil((1 + PAUSE_PER_COPY) * (times.save + times.write) / times.step)
     intervals = {"configured": configured, "recommended": best_interval(times, mtbf_s)}
     return {
         "key": key,

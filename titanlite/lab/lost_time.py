@@ -76,7 +76,7 @@ def measured_times(run: RecordedRun, assumed: Times, size: Size | None, gpus_per
     if not spent.seconds.get(TRAINING):
         raise ConfigError(f"command line, --measured-run: {run.folder} has no times of steps")
     step_s = float(np.median(run.series(STEP).finite().values))
-    others = [*(cause for cause in PAUSES if cause != "saves"), "data wait"]
+    others = [*(cause for cause in PAUSES if cause not in ("saves", "copies to memory")), "data wait"]
     found = {"pauses": sum(spent.seconds.get(cause, 0.0) for cause in others) / spent.seconds[TRAINING]}
     if size is None:
         found["step"] = step_s
@@ -104,19 +104,17 @@ def measured_times(run: RecordedRun, assumed: Times, size: Size | None, gpus_per
     return replace(assumed, **found, sources=sources)
 
 
-def with_copies(times: Times, size: Size, save_interval: int, *, are_measured: bool) -> Times:
+def with_copies(times: Times, size: Size, save_interval: int) -> Times:
     """Return the times of a job that goes back to copies in memory, with a copy in place of a save; its saves
-    to the disk count as pauses. `are_measured`: the pauses of `times` have those for copies already."""
+    to the disk count as pauses. A copy is taken to need the time of an asynchronous save to the disk."""
     copy = assumed_times(times.step, size, is_async=True)
     pauses = times.pauses + times.save / (save_interval * times.step)
-    about = f"of a copy in memory: {'among the pauses' if are_measured else copy.sources['save']}"
     sources = times.sources | {
-        "save": about,
+        "save": f"of a copy in memory: {copy.sources['save']}",
         "write": f"of a copy in memory: {copy.sources['write']}",
         "pauses": f"{times.sources['pauses']}; and saves to the disk every {save_interval} steps",
     }
-    save_s = 0.0 if are_measured else copy.save
-    return replace(times, save=save_s, write=copy.write, pauses=pauses, sources=sources)
+    return replace(times, save=copy.save, write=copy.write, pauses=pauses, sources=sources)
 
 
 def _growth(size: Size, measured: Size) -> tuple[float, float]:

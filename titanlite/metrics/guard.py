@@ -41,8 +41,8 @@ class Guard:
     """Also skip outliers: loss or logarithm of the gradient norm more than this many standard deviations
     above the median of accepted steps. 6 skips almost no normal step. 0: off."""
     window: int = 128
-    """Newest accepted steps that skip_sigma compares with. It applies once they are 64, or all of a smaller
-    window."""
+    """Newest accepted steps that skip_sigma compares with. skip_sigma applies after 64 accepted steps, or
+    after `window` of them if that is fewer."""
     max_consecutive: int = 8
     """Steps in a row that are not finite, after which the run ends with exit code 4; after as many outliers,
     the next step is applied."""

@@ -91,7 +91,7 @@ class Metrics:
         """All sinks of a run; for rank 0. Raises ConfigError for one that cannot work as it is set."""
         records = JsonLines(run.folder / "metrics.jsonl", run.resumed_step)
         if records.superseded is not None:
-            logger.info(f"steps {run.resumed_step + 1} to {records.superseded} are trained again")
+            logger.info(f"the logged steps {run.resumed_step + 1} to {records.superseded} are trained again")
         sinks = Sinks(
             {
                 "console": Console(run.total_steps),

@@ -40,7 +40,8 @@ def cut(
         with suppress(ValueError):
             step = step_of(record)
             is_kept = 0 <= step <= from_step
-            latest = latest if is_kept else max(step, latest or step)
+            if step > from_step:
+                latest = max(step, latest or 0)
         (kept if is_kept else removed).append(record)
     if removed:
         append(path.with_suffix(f".superseded{path.suffix}"), b"".join(removed))

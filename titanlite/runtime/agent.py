@@ -15,11 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed import DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousGracefulExitError
 
 from titanlite.errors import PEER_ERRORS, TRACEBACK
 from titanlite.log import tell, write_error
@@ -111,8 +111,9 @@ def _describe(ending: Ending) -> str:
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent with three differences: it passes signals to the ranks and gives them the time they
-    need to save; it restarts ranks only after a crash; and it reports a failure in one line that names the
+    """torchrun's agent with four differences: it passes signals to the ranks and gives them the time they
+    need to save; it restarts ranks only after a crash, and does not wait long for ranks that cannot end; it
+    meets the other nodes again if one is lost meanwhile; and it reports a failure in one line that names the
     rank with which the failure began."""
 
     grace_s: float | None = None
@@ -144,6 +145,8 @@ class Agent(LocalElasticAgent):
                 return super()._rendezvous(worker_group)
             except DistStoreError:
                 tell("a node was lost while the nodes met; they meet again")
+            except DistNetworkError as error:  # the first node was lost, which has the store
+                raise RendezvousConnectionError(str(error)) from error
 
     def _assign_worker_ranks(self, store: Any, *args: Any) -> list[Worker]:
         """Raises DistStoreError if a node does not answer: it was lost after it had joined. torch would wait

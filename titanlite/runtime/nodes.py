@@ -159,14 +159,17 @@ class Nodes(RendezvousHandler):
         cannot: nodes that were lost at the restart are noticed only now."""
         self._is_out = True
         last_round = rendezvous_state(self._c10d).round
-        leave_rendezvous(self._c10d)
+        leave_rendezvous(self._c10d, announce=True)  # only a rank of this node may have failed
         began = were_enough_at = time.monotonic()
         while True:
             state = rendezvous_state(self._c10d)
             now = time.monotonic()
             if state.is_closed:
                 raise RendezvousClosedError
-            if state.is_complete and state.round > last_round:
+            is_waiting = node_of(self._c10d) in state.waiting
+            if is_waiting and (state.round > last_round or len(state.waiting) > 1):
+                leave_rendezvous(self._c10d)  # the others have begun the next round
+            elif state.is_complete and state.round > last_round:
                 return True
             if self._num_nodes() >= self.numbers[0]:
                 were_enough_at = now
@@ -200,8 +203,9 @@ class Nodes(RendezvousHandler):
     def shutdown(self) -> bool:
         """End the run for all nodes, unless the others go on without this one."""
         try:
-            is_out = self._is_out or is_spare(self._c10d)
-            closed = is_out or self._c10d.shutdown()
+            state = rendezvous_state(self._c10d)
+            takes_part = not state.is_complete or node_of(self._c10d) in state.participants
+            closed = self._is_out or not takes_part or self._c10d.shutdown()
             leave_rendezvous(self._c10d)
             if self.is_first:
                 self._wait_for_others()

@@ -37,8 +37,7 @@ def note_slow(folder: str | None, rank: int, slow: Mapping[int, float], median_s
 
 def read_slow_node(folder: Path, ranks: Sequence[int]) -> SlowNode | None:
     """What the `ranks` of this node have noted last; None if none of them is slow. All nodes are taken to
-    have this number of ranks. The first node is not counted among the slower ones, because it never leaves
-    the run: it is host of the rendezvous."""
+    have this number of ranks."""
     for rank in ranks:
         with suppress(OSError):
             note = json.loads((folder / f"slow-{rank}").read_text())
@@ -48,6 +47,6 @@ def read_slow_node(folder: Path, ranks: Sequence[int]) -> SlowNode | None:
                 node_s[node] = max(own_s, node_s.get(node, 0.0))
             own_s, slowest = max((own_s, other) for other, own_s in note["slow"] if other in ranks)
             this = ranks[0] // len(ranks)
-            slower = [node for node in node_s if (node_s[node], node) > (own_s, this) and node > 0]
+            slower = [node for node in node_s if (node_s[node], node) > (own_s, this)]
             return SlowNode(slowest, own_s, note["median_s"], len(slower))
     return None

@@ -131,6 +131,7 @@ def launch_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, str, list
     options.min_nodes, options.max_nodes = nodes[0], nodes[-1]
     if options.min_nodes > options.max_nodes:
         raise ConfigError(f"NNODES={options.nnodes}: expected MIN:MAX with MIN <= MAX")
+    options.node_numbers = range(options.min_nodes, options.max_nodes + 1)  # on which the job may train
     if options.max_nodes > 1 and not options.rdzv_endpoint:
         raise ConfigError(
             "several nodes need --rdzv-endpoint=host:port (RDZV_ENDPOINT for run_train.sh), equal on all "

@@ -1,6 +1,6 @@
 """Pins the limits of `titanlite prepare` and raw-text sources: a document that is too large is bad input with
-its place, in every format; memory stays bounded while it is found; a file that decompresses to too much is
-refused. Also what a byte order mark is taken for."""
+its place, in every format; memory stays bounded while it is found. Also what a byte order mark is taken
+for."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from titanlite.runtime import nodes as nodes_module
 from titanlite.runtime.nodes import END_S, NODES, LeftRun, Nodes
 from titanlite.runtime.signals import Stopped
 from titanlite.runtime.slow_node import SlowNode
-from titanlite.torch_compat import is_spare, rendezvous_state
+from titanlite.torch_compat import is_spare, leave_rendezvous, rendezvous_state
 
 pytestmark = pytest.mark.full
 SLOW = SlowNode(rank=1, own_s=2.0, median_s=1.0, num_slower=0)
@@ -32,7 +32,7 @@ class Cluster:
 
     def __init__(self, pool: ThreadPoolExecutor, numbers: Sequence[int], count: int, **environment: Any):
         self._pool, endpoint = pool, f"localhost:{free_port()}"
-        soon = {"keep_alive_interval": 1, "keep_alive_max_attempt": 4, "last_call_timeout": 2}
+        soon = {"keep_alive_interval": 1, "keep_alive_max_attempt": 8, "last_call_timeout": 4}
 
         def node(is_first: bool) -> Nodes:
             parameters = RendezvousParameters(
@@ -104,6 +104,21 @@ def test_a_slow_node_stays_if_another_one_is_lost(
     slow.slow = SLOW
     assert places(three.meet(first, slow)) == [(0, 2), (1, 2)]
     assert "; the node stays in the run: too few other nodes have come\n" in capfd.readouterr().err
+
+
+def test_a_slow_node_whose_rank_fails_lets_the_others_begin_again(cluster: Callable[..., Cluster]) -> None:
+    nodes = cluster([2, 3], 3)
+    first, slow, other = nodes.nodes
+    assert places(nodes.meet()) == [(0, 3), (1, 3), (2, 3)]
+    slow.slow = SLOW
+    (leaving,) = nodes.meet(slow)
+    wait_until(first.num_nodes_waiting)
+    wait_until(other.num_nodes_waiting)
+    rest = nodes.meet(first, other)
+    with pytest.raises(LeftRun):
+        leaving.result(60)
+    assert places(rest) == [(0, 2), (1, 2)]
+    wait_until(lambda: not first.num_nodes_waiting())
 
 
 @pytest.mark.parametrize(
@@ -186,6 +201,17 @@ def test_the_end_of_the_run_and_nodes_that_wait(cluster: Callable[..., Cluster])
         assert nodes.end(node).result(10)
     assert ending.result(5)
     assert time.monotonic() - began < END_S
+
+
+def test_a_node_that_joins_and_is_stopped_does_not_end_the_run(cluster: Callable[..., Cluster]) -> None:
+    nodes = cluster([2, 3], 3)
+    first, second, joining = nodes.nodes
+    assert places(nodes.meet(first, second)) == [(0, 2), (1, 2)]
+    leave_rendezvous(joining._c10d, announce=True)  # as next_rendezvous() does until the others begin again
+    wait_until(first.num_nodes_waiting)
+    joining.shutdown()
+    wait_until(lambda: not first.num_nodes_waiting())
+    assert not first.is_closed()
 
 
 def test_a_node_that_waits_and_is_stopped_does_not_end_the_run(cluster: Callable[..., Cluster]) -> None:
