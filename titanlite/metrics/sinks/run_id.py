@@ -29,7 +29,7 @@ class RunId(NamedTuple):
 
 def identify(folder: PurePath, resumed_step: int) -> RunId:
     """The id of the run in a folder, which is recorded there. It is made when a run starts at its first step
-    (`resumed_step` is 0), for a copy of another run's folder, and if none is recorded."""
+    (`resumed_step` is 0), for a copy of another run's folder, and if it cannot be read."""
     storage = storage_of(folder)
     recorded = _read(folder) if resumed_step else None
     here = RunId(uuid.uuid4().hex, *storage.folder_id(folder))
@@ -56,8 +56,8 @@ def _is_copy(recorded: RunId, here: RunId) -> bool:
 
 
 def _read(folder: PurePath) -> RunId | None:
-    """The id that is recorded in a folder; None if there is none, or the folder may not be read."""
+    """The id that is recorded in a folder; None if it cannot be read."""
     try:
         return RunId(**json.loads(storage_of(folder).read(folder / NAME)))
-    except OSError:
+    except (OSError, ValueError, TypeError):
         return None
