@@ -226,7 +226,8 @@ class Checkpointer:
     def busy(self) -> bool:
         """Whether this rank still works for a save or a copy to memory or, with memory_interval = -1, the
         newest copy was made too recently."""
-        return self.saver.busy or time.perf_counter() < self._next_copy_at
+        is_too_early = self.config.memory_interval == -1 and time.perf_counter() < self._next_copy_at
+        return self.saver.busy or is_too_early
 
     def copy_due(self, step: int, busy: bool) -> bool:
         """Whether to copy the step that was just taken to memory. `busy`: whether any rank is busy; then the
@@ -247,20 +248,18 @@ class Checkpointer:
     def copy(self, state: TrainState) -> None:
         """Copy the state to the memory of the nodes, in the background, unless training is not healthy."""
         self._copied_step = state.step
+        began = time.perf_counter()
+        self._next_copy_at = began + RETRY_S
         snapshot, is_healthy = self._snapshot(state)
-        if self.config.memory_interval == -1:
-            self._next_copy_at = time.perf_counter() + RETRY_S
         if not is_healthy:
             return
         memory, history, step = self._memory, self._history, self._newest_commit
         assert memory is not None
-        began = time.perf_counter()
 
         def write(snapshot: Snapshot, plans: SavePlans) -> None:
             memory.write(snapshot, Lineage(history, step), plans)
-            if self.config.memory_interval == -1:
-                ended = time.perf_counter()
-                self._next_copy_at = ended + PAUSE_PER_COPY * (ended - began)
+            ended = time.perf_counter()
+            self._next_copy_at = ended + PAUSE_PER_COPY * (ended - began)
 
         self.saver.copy(snapshot, lambda tensors: self.ranks.union(non_finite(tensors)), write)
 

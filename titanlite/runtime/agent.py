@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain, repeat
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,7 +33,9 @@ from titanlite.runtime.slow_node import read_slow_node
 FINAL_CODES = {2, 3, 4, 6, Stopped.exit_code}  # exit codes that a restart would only repeat
 MARGIN_S = 2.0  # seconds before the end of the grace period at which the launcher ends the ranks
 END_S = 5  # seconds in which ranks end before a restart; one that waits in a kernel of NCCL cannot
-NUMBERING = timedelta(seconds=15)  # in which all nodes that have met say how many ranks they have
+# Seconds in which all nodes that have met say how many ranks they have, in the first try and in later ones. A
+# node that is lost meanwhile says nothing, and very many nodes may be slow.
+COUNT_S = (15.0, 30.0, 60.0)
 ANSWER_S = 3.0  # seconds in which the other ranks' collectives fail, too, after the first one timed out
 
 
@@ -120,6 +123,7 @@ class Agent(LocalElasticAgent):
     """Seconds after a signal to stop at which this node is killed; None: it waits for the ranks."""
     max_nodes = 1
     """The most nodes that may train the run."""
+    _count_s = COUNT_S[0]
     _stop_at: float | None = None
     _ended_at: float | None = None
     _notes: Path | None = None
@@ -140,7 +144,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        while True:
+        for self._count_s in chain(COUNT_S, repeat(COUNT_S[-1])):
             try:
                 return super()._rendezvous(worker_group)
             except DistStoreError:
@@ -152,7 +156,7 @@ class Agent(LocalElasticAgent):
         """Raises DistStoreError if a node does not answer: it was lost after it had joined. torch would wait
         60 s and end the launchers of all nodes."""
         timeout = store.timeout
-        store.set_timeout(NUMBERING)
+        store.set_timeout(timedelta(seconds=self._count_s))
         try:
             return super()._assign_worker_ranks(store, *args)
         finally:

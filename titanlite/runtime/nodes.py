@@ -143,16 +143,16 @@ class Nodes(RendezvousHandler):
         """Whether enough nodes to train would be left without this node and the nodes that are slower."""
         until = time.monotonic() + LOOK_S
         while time.monotonic() < until:
-            if self._num_nodes() - 1 - slow.num_slower >= self.numbers[0]:
+            if self._num_others() - slow.num_slower >= self.numbers[0]:
                 return True
             time.sleep(POLL_S)
         return False
 
-    def _num_nodes(self) -> int:
-        """The number of nodes that train or wait. The state may be a second old, and nodes that go from one
-        set to another are in none for a moment."""
+    def _num_others(self) -> int:
+        """The number of other nodes that train or wait. The state may be a second old, and nodes that go from
+        one set to another are in none for a moment."""
         state = rendezvous_state(self._c10d)
-        return len(state.participants.keys() | state.waiting | state.spare)
+        return len((state.participants.keys() | state.waiting | state.spare) - {node_of(self._c10d)})
 
     def _go_on_without(self) -> bool:
         """Leave the round, and wait until the others have completed the next one. Returns False if they
@@ -171,7 +171,7 @@ class Nodes(RendezvousHandler):
                 leave_rendezvous(self._c10d)  # the others have begun the next round
             elif state.is_complete and state.round > last_round:
                 return True
-            if self._num_nodes() >= self.numbers[0]:
+            if self._num_others() >= self.numbers[0]:
                 were_enough_at = now
             if now > min(were_enough_at + TOO_FEW_S, began + OUT_S):
                 self._is_out = False

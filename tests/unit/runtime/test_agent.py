@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar
 
@@ -80,7 +79,7 @@ class LosesANode(OneNode):
 def test_nodes_meet_again_if_one_is_lost_while_they_meet(
     launch: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent, "NUMBERING", timedelta(seconds=0.2))
+    monkeypatch.setattr(agent, "COUNT_S", (0.2, 15.0))
     monkeypatch.setattr(LosesANode, "stores", [])
     assert launch(DONE, rendezvous=LosesANode) == (0, "a node was lost while the nodes met; they meet again")
     assert starts() == 2  # both ranks, once
