@@ -197,7 +197,7 @@ def test_the_pages_on_same_bits_have_the_recorded_digests_and_costs() -> None:
 
 
 def test_the_readme_has_the_measured_time_of_the_tests() -> None:
-    results = json.loads((ROOT / "benchmarks/results/test_suite_2_cores.json").read_text())["pytest -n 2"]
+    results = json.loads((RESULTS / "test_suite_2_cores.json").read_text())["pytest -n 2"]
     minutes, seconds = divmod(round(results["wall_s"]), 60)
     tests = (
         f"the {round(results['passed'], -2):,} tests of the default tier in {minutes} min {seconds} s on two"
