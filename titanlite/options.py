@@ -113,7 +113,7 @@ def take_numbers(
 
 
 def number_of(noun: str, may_be_zero: bool = False) -> Callable[[str], float]:
-    """Return the type of an option that is a number above 0, or 0 with `may_be_zero`, and below LIMIT.
+    """Return the type of an option that is a number above 0, or 0 with `may_be_zero`, and at most LIMIT.
     `noun`: for messages, with an example."""
 
     def parse(text: str) -> float:
@@ -121,7 +121,7 @@ def number_of(noun: str, may_be_zero: bool = False) -> Callable[[str], float]:
             number = float(text)
         except ValueError:
             number = math.nan
-        if not (0 < number < LIMIT or (may_be_zero and number == 0)):
+        if not (0 < number <= LIMIT or (may_be_zero and number == 0)):
             raise argparse.ArgumentTypeError(f"{text!r} is not a {noun}")
         return number
 
