@@ -104,7 +104,7 @@ def test_the_goodput_of_a_killed_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     spent = timeline(read_run(folder, "run"))
     assert spent.goodput is not None
     assert spent.total_s == pytest.approx(wall_s, abs=3)
-    assert spent.goodput == pytest.approx(training_s / wall_s, abs=0.03)
+    assert spent.goodput == pytest.approx(training_s / wall_s, abs=0.06)
     assert spent.seconds["steps trained again"] == pytest.approx(again_s, rel=0.2)
     assert [restart.seconds for restart in spent.restarts] == pytest.approx(restarts_s, abs=1.0)
     assert training_s / wall_s < 0.9  # control: what was lost is more than the tolerance
