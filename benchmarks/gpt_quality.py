@@ -5,6 +5,7 @@ the same text, tokenizer and GPU.
     python benchmarks/gpt_quality.py nanochat FOLDER NAME CHECKOUT [--seed 0] [-- --depth=8 ...]
     python benchmarks/gpt_quality.py titanlite FOLDER NAME [--seed 0] [-- --model.flavor=d8 ...]
     python benchmarks/gpt_quality.py summary FOLDER --output benchmarks/results/NAME.json
+    python benchmarks/gpt_quality.py draw benchmarks/results/NAME.json --output assets/NAME.png
 
 The text is that of text_by_kind.py, all kinds mixed: the files of the standard library and of all installed
 packages, without duplicates, with one file in 33 held out. Files are cut at line ends into documents of at
@@ -18,6 +19,9 @@ held-out text of each saved checkpoint. Both models are scored by the same code,
 itself: BOS and up to 2,047 tokens, of which all but BOS count, and neither begins nor ends of documents.
 nanochat's checkpoints are read by titanlite's importer, whose logits are nanochat's. With `--tokens-per-s` a
 run only measures speed: nothing is scored.
+
+A NAME is a series and a seed: n0 and n1 are two runs of the series n. `draw` prints the mean and the spread
+of each series, and draws the bits per byte of all its checkpoints against the seconds of training.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ import os
 import pickle
 import random
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -299,12 +304,69 @@ def summarize(folder: Path, output: Path) -> None:
     write_result(output, {"gpu": gpu, "text": text, "runs": records}, "torch")
 
 
+def seconds_at(run: dict[str, Any]) -> list[tuple[float, float]]:
+    """The seconds of training, as `train_s` counts them, and the bits per byte of each checkpoint."""
+    return [
+        (sum(run["step_s"][SKIPPED_STEPS:step]), bits)
+        for step, bits in sorted((int(step), bits) for step, bits in run["bits_per_byte"].items())
+    ]
+
+
+def by_series(runs: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The runs of each series, by the name without its digits."""
+    series: dict[str, list[dict[str, Any]]] = {}
+    for name, run in sorted(runs.items()):
+        series.setdefault(name.rstrip("0123456789"), []).append(run)
+    return series
+
+
+def draw(file: Path, output: Path | None) -> None:
+    """Print one line of a table per series, and draw the bits per byte against the seconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    result = json.loads(file.read_text())
+    figure, axes = pyplot.subplots(figsize=(8, 4), dpi=120)
+    print("| series | runs | steps | seconds | tokens/s | bits per byte |", "| --- " * 6 + "|", sep="\n")
+    for number, (name, runs) in enumerate(by_series(result["runs"]).items()):
+        ends = [curve[-1] for run in runs if (curve := seconds_at(run))]
+        seconds, bits = [run["train_s"] for run in runs], [bits for _, bits in ends]
+        speed = statistics.mean(run["tokens_per_s"] for run in runs)
+        print(
+            f"| {name} | {len(runs)} | {runs[0]['num_steps']} | {shown(seconds, 1)} | {speed:,.0f} "
+            f"| {shown(bits, 4) if bits else '-'} |"
+        )
+        label = f"{runs[0]['program']} ({name})"
+        for run in runs:
+            points = seconds_at(run)
+            axes.plot(*zip(*points), "o-", color=f"C{number}", markersize=4, linewidth=1.2, label=label)
+            label = "_"
+    axes.set(
+        xlabel=f"seconds of training on one {result['gpu']}",
+        ylabel="bits per byte of held-out text",
+        yscale="log",
+    )
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    if output is not None:
+        figure.savefig(output)
+
+
+def shown(values: list[float], digits: int) -> str:
+    """The mean of values, and their least and greatest."""
+    mean, least, most = (f"{f(values):.{digits}f}" for f in (statistics.mean, min, max))
+    return f"{mean} ({least} to {most})" if len(values) > 1 else mean
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("program", choices=("text", "nanochat", "titanlite", "summary"))
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("program", choices=("text", "nanochat", "titanlite", "summary", "draw"))
+    parser.add_argument("folder", type=Path, help="for draw, the file of a summary")
     parser.add_argument("names", nargs="*", help="NAME, and CHECKOUT of nanochat")
     parser.add_argument("--every", type=int, default=1, help="read one file in so many")
     parser.add_argument("--seed", type=int, default=0)
@@ -320,6 +382,8 @@ def main() -> None:
         make_text(options.folder, options.every)
     elif options.program == "summary":
         summarize(options.folder, options.output)
+    elif options.program == "draw":
+        draw(options.folder, options.output)
     else:
         options.name, *rest = options.names
         options.checkout = str(Path(rest[0]).resolve()) if rest else ""
