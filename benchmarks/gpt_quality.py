@@ -340,8 +340,8 @@ def draw(file: Path, output: Path | None) -> None:
         )
         label = f"{runs[0]['program']} ({name})"
         for run in runs:
-            points = seconds_at(run)
-            axes.plot(*zip(*points), "o-", color=f"C{number}", markersize=4, linewidth=1.2, label=label)
+            x, y = zip(*seconds_at(run)) if run["bits_per_byte"] else ((), ())
+            axes.plot(x, y, "o-", color=f"C{number}", markersize=4, linewidth=1.2, label=label)
             label = "_"
     axes.set(
         xlabel=f"seconds of training on one {result['gpu']}",
