@@ -8,7 +8,7 @@ windows  Gemma 3 1B with sequences of 32,768 tokens: windows of 1,024 tokens in 
 delta    Qwen3.5 0.8B with sequences of 8,192 and of 65,536 tokens beside plain_delta_net.py, a plain loop
          around flash-linear-attention's own layer, of the same shape and batch
 
-The runs are made in turns. With `--ngpu`, windows shares each sequence among these GPUs by context parallel.
+The runs are made in turns. With `--ngpu`, windows shares each sequence by context parallel over these GPUs.
 `--config`, other than the default, tries it out: with `--config=debug --seq-len 256`, `windows` runs on a CPU.
 """
 
