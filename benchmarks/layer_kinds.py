@@ -9,7 +9,7 @@ delta    Qwen3.5 0.8B with sequences of 8,192 and of 65,536 tokens beside plain_
          around flash-linear-attention's own layer, of the same shape and batch
 
 The runs are made in turns. With `--ngpu`, windows shares each sequence by context parallel over these GPUs.
-`--config`, other than the default, tries them: with `--config=debug --seq-len 256`, `windows` runs on a CPU.
+Another `--config` tries the program: with `--config=debug --seq-len 256`, `windows` runs on a CPU.
 """
 
 from __future__ import annotations
