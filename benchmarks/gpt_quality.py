@@ -3,7 +3,7 @@ the same text, tokenizer and GPU.
 
     python benchmarks/gpt_quality.py text FOLDER [--every 1]        # text, tokenizer and datasets for both
     python benchmarks/gpt_quality.py nanochat FOLDER NAME CHECKOUT [--seed 0] [-- --depth=8 ...]
-    python benchmarks/gpt_quality.py titanlite FOLDER NAME [--seed 0] [-- --model.flavor=d8 ...]
+    python benchmarks/gpt_quality.py titanlite FOLDER NAME [--seed 0] [--without PART] [-- --loss.name=...]
     python benchmarks/gpt_quality.py summary FOLDER --output benchmarks/results/NAME.json
     python benchmarks/gpt_quality.py draw benchmarks/results/NAME.json --output assets/NAME.png
 
@@ -19,6 +19,9 @@ held-out text of each saved checkpoint. Both models are scored by the same code,
 itself: BOS and up to 2,047 tokens, of which all but BOS count, and neither begins nor ends of documents.
 nanochat's checkpoints are read by titanlite's importer, whose logits are nanochat's. With `--tokens-per-s` a
 run only measures speed: nothing is scored.
+
+`--without` leaves a part of the recipe out: windows, value_embedding, residual_mix, smear, backout, softcap,
+squared_relu, zero_init, head_norms, cautious_weight_decay, row_norms (of Muon's updates) or normuon.
 
 A NAME is a series and a seed: n0 and n1 are two runs of the series n. `draw` prints the mean and the spread
 of each series, and draws the bits per byte of all its checkpoints against the seconds of training.
@@ -40,8 +43,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 import torch
 import torch.nn.functional as F
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
@@ -65,6 +74,23 @@ SPECIAL = (
     "output_start", "output_end",
 )  # fmt: skip
 STEP_LINE = re.compile(r"step (\d+)/\d+ .*? dt: ([\d.]+)ms \| tok/sec: ([\d,]+)")
+
+
+# The parts that a run can leave out: fields of the model, and keys of the optimizer.
+PARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "windows": ({"layer_pattern": "L", "sliding_window": 0}, {}),
+    "value_embedding": ({"value_embedding_interval": 0}, {}),
+    "residual_mix": ({"residual_scalars": False}, {}),
+    "smear": ({"smear": False}, {}),
+    "backout": ({"backout": False}, {}),
+    "softcap": ({"logit_softcap": 0.0}, {}),
+    "squared_relu": ({"has_squared_relu": False}, {}),
+    "zero_init": ({"zero_init": False}, {}),
+    "head_norms": ({"norms_heads": False}, {}),
+    "cautious_weight_decay": ({}, {"cautious_weight_decay": False}),
+    "row_norms": ({}, {"equalize_rows": False, "exact_norm": False}),
+    "normuon": ({}, {"normalize": "none"}),
+}
 
 
 # ---- text
@@ -159,6 +185,8 @@ def run_titanlite(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         *options.arguments,
     ]  # fmt: skip
     config = options.config or "gpt_d8"
+    if options.without:
+        config = str(without(config, options.without, folder / f"{options.name}.toml"))
     _logged(
         [sys.executable, "-m", "titanlite.cli", "train", config, *arguments], folder / f"{options.name}.log"
     )
@@ -171,9 +199,25 @@ def run_titanlite(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "step_s": seconds,
         "tokens_per_step": tokens,
         "saved": saved,
-        "config": config,
+        "config": options.config or "gpt_d8",
+        "without": options.without,
         "arguments": arguments,
     }
+
+
+def without(config: str, part: str, file: Path) -> Path:
+    """Write the configuration of that name without a part of the recipe, and without the groups of parameters
+    that the model then lacks. Returns `file`."""
+    job = tomllib.loads((ROOT / "train_configs" / f"{config}.toml").read_text())
+    fields, keys = PARTS[part]
+    job["model"].setdefault("overrides", {}).update(fields)
+    job["optimizer"].update(keys)
+    groups = [group for group in job["optimizer"]["param_groups"] if part not in group["pattern"]]
+    if part == "normuon":  # Muon has no second moment
+        groups = [group for group in groups if group["pattern"] != "model.layers.*"]
+    job["optimizer"]["param_groups"] = groups
+    file.write_text(tomli_w.dumps(job))
+    return file
 
 
 def _logged(command: list[str], log: Path, **environment: str) -> list[str]:
@@ -371,6 +415,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="read one file in so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--config", help="of titanlite (gpt_d8)")
+    parser.add_argument("--without", choices=PARTS, help="the part of titanlite's recipe to leave out")
     parser.add_argument("--tokens-per-s", action="store_true", help="do not score")
     parser.add_argument("--output", type=Path)
     words = sys.argv[1:]
