@@ -140,6 +140,7 @@ def test_the_page_on_stages_quotes_the_program() -> None:
     assert stages_page.refreshed(other) != other  # control
 
 
+@pytest.mark.full
 def test_the_planning_page_quotes_what_titanlite_prints() -> None:
     page = planning_page.PAGE.read_text(encoding="utf-8")
     assert planning_page.refreshed(page) == page, "run: python -m tests.support.planning_page"

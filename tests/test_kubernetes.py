@@ -137,6 +137,7 @@ def test_the_first_pod_has_the_name_of_the_endpoint() -> None:
     assert variables("jobset.yaml")["RDZV_ENDPOINT"].split(":")[0] == f"{name}-{node['name']}-0-0.{name}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FILES)
 def test_a_pod_waits_for_the_first_and_starts_its_node(name: str, tmp_path: Path) -> None:
     for program, text in {"run_train.sh": TRAINER, "getent": GETENT}.items():

@@ -17,6 +17,8 @@ from titanlite.config import shipped
 from titanlite.job import load_job
 from titanlite.tokenizers.tiktoken import Tiktoken
 
+pytestmark = pytest.mark.full  # .ci/run builds the wheel, too
+
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = [
     p.relative_to(ROOT).as_posix()

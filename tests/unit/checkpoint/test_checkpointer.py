@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import IDENTITY, Toy, names, open_run, save_steps
+from tests.support.tiers import full
 from titanlite.checkpoint import commit, lock, resume, saver
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import write_file
@@ -444,8 +445,8 @@ def test_a_second_run_is_refused_while_the_first_lives(
     assert names(tmp_path) == [".partial-step-3", "step-1", "step-2"]
 
 
-@pytest.mark.parametrize("kind", ["", "worker"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("kind", [full(""), "worker"])
+@pytest.mark.parametrize("number", [full(signal.SIGTERM), signal.SIGKILL])
 def test_a_second_run_starts_when_the_first_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: Hold, kind: str, number: int
 ) -> None:

@@ -290,7 +290,7 @@ def finish(output: PurePath, *words: object) -> None:
 REQUESTS = range(1, 81)
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("before", [full(True), False], ids=["before", "after"])
 @pytest.mark.parametrize("numbers", [(23, 60), full(REQUESTS)], ids=["some", "all"])
 def test_a_kill_at_any_request_loses_nothing(
     raw: Path,

@@ -119,7 +119,7 @@ def chi_squares(n: int, bins: int, permutation: Callable[[np.ndarray, int, int],
     return scores
 
 
-@pytest.mark.parametrize("n", [11, full(1000), TABLE + 1, full(10007), full(10**9)])
+@pytest.mark.parametrize("n", [11, full(1000), full(TABLE + 1), full(10007), full(10**9)])
 def test_images_are_uniform_over_keys(n: int) -> None:
     """The scores are within five standard deviations on both sides: neither biased nor too even."""
     assert max(abs(z) for z in chi_squares(n, 10, permute)) < 5

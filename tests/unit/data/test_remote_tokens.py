@@ -144,6 +144,7 @@ def test_batches_equal_those_of_local_files_with_any_ranks_and_after_a_resume(
         assert other != expected  # the control: hashes tell sequences apart
 
 
+@pytest.mark.full
 def test_epochs_in_a_small_cache_read_what_beladys_rule_needs(tmp_path: Path) -> None:
     seq_len, num, epochs = 2047, 480, 3
     rng = np.random.default_rng(1)

@@ -59,6 +59,12 @@ def exchanged(placements: list[list[Any]], mesh_shape: tuple[int, ...]) -> None:
 def test_tensors_sharded_in_any_way_arrive_whole_and_come_back(run_on: Callable[..., Any]) -> None:
     rows, columns, copies = [Shard(0)], [Shard(1)], [Replicate()]
     run_on(3, exchanged, [rows, columns, rows, copies, [Shard(2)], rows], (3,))
+
+
+@pytest.mark.full
+def test_tensors_sharded_on_two_dims_of_the_mesh_arrive_whole_and_come_back(
+    run_on: Callable[..., Any],
+) -> None:
     grid = [[Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), Shard(0)], [Replicate(), Shard(1)]]
     run_on(4, exchanged, [*grid, [Shard(0), Shard(2)], [Shard(1), Replicate()]], (2, 2))
 
