@@ -62,7 +62,7 @@ class Lock(ABC):
 
     @abstractmethod
     def is_lost(self) -> bool:
-        """Whether the lock was removed while this process had it."""
+        """Whether the lock was removed, moved or replaced while this process had it."""
 
     @abstractmethod
     def release(self) -> None:
@@ -331,7 +331,11 @@ class _RecordLock(Lock):
         self._file.flush()
 
     def is_lost(self) -> bool:
-        return not os.fstat(self._file.fileno()).st_nlink
+        try:
+            there = os.stat(self._path)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        return not os.path.samestat(there, os.fstat(self._file.fileno()))
 
     def release(self) -> None:
         with suppress(OSError):  # a full disk; the file is closed all the same

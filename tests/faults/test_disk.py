@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import threading
 import time
@@ -554,23 +553,23 @@ def test_few_inodes_are_one_line(tmp_path: Path, corpus: Path, capsys: pytest.Ca
         subprocess.run(["umount", "-l", path], check=True)
 
 
-def test_a_run_folder_that_is_removed_is_made_again(
+def test_a_run_folder_that_is_moved_is_made_again(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Metrics since the removal are kept until the next save makes the folder, and locks it again."""
+    """Metrics since then are kept until the next save makes the folder, and locks it again."""
     job = make_job(tmp_path, corpus)
     report_saves = Run.report_saves
 
-    def removing(self: Run) -> None:
+    def moving(self: Run) -> None:
         report_saves(self)
         if self.state.step == 2:
-            job.folder.rename(tmp_path / "removed")  # at once, whatever writes to it
+            job.folder.rename(tmp_path / "elsewhere")
         if self.state.step == 6:
             self.checkpoints.saver.wait()
             locked.append((job.folder / "LOCK").read_text().startswith(f"process {os.getpid()} "))
 
     locked = list[bool]()
-    monkeypatch.setattr(Run, "report_saves", removing)
+    monkeypatch.setattr(Run, "report_saves", moving)
     assert train(job) == 0
     assert locked == [True]
     said = [line for line in capsys.readouterr().err.splitlines() if "made again for step 4" in line]
