@@ -74,8 +74,8 @@ class FolderLock:
             raise ConfigError(f"{self._path} cannot be written to: {e}", "job.dump_folder") from None
 
     def renew(self) -> None:
-        """Lock the folder again if it was removed or moved while this process had the lock. Raises ConfigError
-        if another process has locked the folder since."""
+        """Lock the folder again if it was removed or moved while this process had the lock. Raises
+        ConfigError if another process has locked the folder since."""
         if self._lock is not None and self._lock.is_lost():
             self.close()
             self.take(wait_s=0)
