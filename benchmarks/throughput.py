@@ -97,23 +97,36 @@ def main() -> None:
     fill(options, {"ngpu": 1, "steps": 30, "skip": 10, "rounds": 1})
     runs: list[dict[str, Any]] = []
     for _ in range(options.rounds):
-        for peer in options.peer or ():
-            earlier = [run for run in runs if run.get("peer") == peer]
-            if any("failed" in run for run in earlier):
-                continue
-            graphs = not any("failed_with_cuda_graphs" in run for run in earlier)
-            runs.append(measure_peer(options, peer, graphs))
-            if "failed" in runs[-1]:
-                print(f"{peer}: torchtitan failed:\n{runs[-1]['failed']}", flush=True)
-            else:
-                print(
-                    json.dumps({"trainer": f"torchtitan {peer}", **peer_medians(runs[-1:])[peer]}), flush=True
-                )
-        if options.before is not None:
-            runs.append(measure(options, overrides, root=options.before.resolve()) | {"trainer": "before"})
-            print(json.dumps({"trainer": "before", **medians(runs[-1:], "before")}), flush=True)
-        runs.append(measure(options, overrides))
-        print(json.dumps({"trainer": "titanlite", **medians(runs[-1:], "titanlite")}), flush=True)
+        run_round(options, overrides, runs)
+        result = summary(options, overrides, runs)
+        # After each round: earlier rounds are not lost if a limit on the time ends this program.
+        write_result(options.output, {**result, "runs": runs}, "torch", "torchao", "flash-attn-4")
+    print(json.dumps(result))
+    if options.peer and "ratios" not in result:
+        sys.exit("no configuration of torchtitan ran; its logs are in the output")
+
+
+def run_round(options: argparse.Namespace, overrides: list[str], runs: list[dict[str, Any]]) -> None:
+    """Add a run of each trainer to `runs`, without the configurations of torchtitan that failed before."""
+    for peer in options.peer or ():
+        earlier = [run for run in runs if run.get("peer") == peer]
+        if any("failed" in run for run in earlier):
+            continue
+        graphs = not any("failed_with_cuda_graphs" in run for run in earlier)
+        runs.append(measure_peer(options, peer, graphs))
+        if "failed" in runs[-1]:
+            print(f"{peer}: torchtitan failed: {runs[-1]['failed']}", flush=True)
+        else:
+            print(json.dumps(peer_medians(runs[-1:])), flush=True)
+    if options.before is not None:
+        runs.append(measure(options, overrides, root=options.before.resolve()) | {"trainer": "before"})
+        print(json.dumps({"trainer": "before", **medians(runs[-1:], "before")}), flush=True)
+    runs.append(measure(options, overrides))
+    print(json.dumps({"trainer": "titanlite", **medians(runs[-1:], "titanlite")}), flush=True)
+
+
+def summary(options: argparse.Namespace, overrides: list[str], runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what was measured, the medians of each trainer, and the ratios of titanlite's."""
     ours = medians(runs, "titanlite")
     result: dict[str, Any] = {
         "config": Path(options.config).name,
@@ -137,10 +150,7 @@ def main() -> None:
             "before_medians": before,
             "ratios_to_before": {k: ours[k] / before[k] for k in (TPS, RESERVED)},
         }
-    print(json.dumps(result))
-    write_result(options.output, {**result, "runs": runs}, "torch", "torchao", "flash-attn-4")
-    if options.peer and "ratios" not in result:
-        sys.exit("no configuration of torchtitan ran; its logs are in the output")
+    return result
 
 
 def repeat(options: argparse.Namespace, result: dict[str, Any]) -> list[str]:
@@ -254,7 +264,7 @@ def run_peer(options: argparse.Namespace, peer: str, cuda_graphs: bool) -> dict[
         "peer": peer,
         "wall_s": time.perf_counter() - began,
         "cuda_graphs": "Recorded CUDA graph" in done.stdout,
-        "changes": re.findall(r"^torchtitan_peer: (.*)", done.stdout, re.MULTILINE),
+        "changes": re.findall(r"torchtitan_peer: (.*)", done.stdout),
         "counted": [report for report in reports if report["step"] > options.skip],
         "reports": reports,
     }

@@ -4,8 +4,8 @@ lacks (compat.py). torchtitan's own options follow; `--help` lists them.
     PYTHONPATH=.:FOLDER python -m torch.distributed.run --standalone --nproc_per_node=1
         -m benchmarks.torchtitan_peer.train --config llama3_1b [--training.local_batch_size 8 ...]
 
-FOLDER: released packages (benchmarks/throughput.py says which). `datasets` and `wandb` are imported by
-torchtitan, but never used on random tokens: where they are not installed, empty modules take their place.
+FOLDER: released packages (benchmarks/throughput.py says which). torchtitan imports `datasets`, but never uses
+it on random tokens: where it is not installed, an empty module takes its place.
 """
 
 from __future__ import annotations
@@ -17,28 +17,24 @@ from types import ModuleType
 
 from benchmarks.torchtitan_peer import compat
 
-UNUSED = {
-    "datasets": ("Dataset", "load_dataset"),
-    "datasets.distributed": ("split_dataset_by_node",),
-    "wandb": (),
-}
+UNUSED = {"datasets": ("Dataset", "load_dataset"), "datasets.distributed": ("split_dataset_by_node",)}
 
 
-def replace_unused() -> None:
-    """Put empty modules in place of the packages that are imported but never used, where they are missing."""
-    missing = [name for name in UNUSED if "." not in name and importlib.util.find_spec(name) is None]
+def replace_datasets() -> None:
+    """Put empty modules in place of `datasets` if it is not installed."""
+    if importlib.util.find_spec("datasets") is not None:
+        return
     for name, attributes in UNUSED.items():
-        if name.partition(".")[0] in missing:
-            module = ModuleType(name)
-            module.__path__ = []
-            for attribute in attributes:
-                setattr(module, attribute, None)
-            sys.modules[name] = module
+        module = ModuleType(name)
+        module.__path__ = []
+        for attribute in attributes:
+            setattr(module, attribute, None)
+        sys.modules[name] = module
 
 
 def main() -> None:
     """Prepare torch and torchtitan, and train."""
-    replace_unused()
+    replace_datasets()
     changes = compat.before_import()
     import torch
     import torchtitan.train
