@@ -143,7 +143,7 @@ def summary(options: argparse.Namespace, overrides: list[str], runs: list[dict[s
             if MFU in ours:  # the same model and formula
                 for measured in peers.values():
                     measured[MFU] = ours[MFU] * measured[TPS] / ours[TPS]
-            result["ratios"] = {key: ours[key] / theirs[key] for key in (TPS, RESERVED)}
+            result["ratios"] = {key: ours[key] / theirs[key] for key in (TPS, RESERVED) if key in ours}
     if options.before is not None:
         before = medians(runs, "before")
         result |= {
