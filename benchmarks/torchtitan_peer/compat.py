@@ -1,10 +1,10 @@
 """What torchtitan 0.3.0 needs of torch 2.14, for torch 2.11 to 2.13. Each change is made only where torch
 lacks the thing; none touches the model's code, a compiled region or a kernel. With torch 2.14 there are none.
 
-Two changes can be felt by a step on several GPUs. `split_groups` gathers the last norm's few KB apart from
-the head, and spares the backward the head's second all-gather, which torch 2.14 makes for the group. With
-tied embeddings it leaves the group to the root of FSDP, whose collectives are the same, but gradients of the
-loss's chunks add up in bf16, where torch 2.14 adds them in fp32.
+Two changes can be felt by a step. On several GPUs, the last norm's few KB are gathered apart from the head,
+and the backward is spared the head's second all-gather, which torch 2.14 makes for the group. With tied
+embeddings, the gradients of the loss's chunks add up in bf16, where torch 2.14 adds them in fp32; the
+collectives are the same.
 
 Not possible before torch 2.14: expert parallelism, and tensor parallelism with the release's default backend,
 spmd_types (`--parallelism.spmd_backend partial_dtensor` does it).
