@@ -2,15 +2,15 @@
 and how much time verification adds to loading. For one GPU, with the 1.5e9-parameter Llama (17 GB of state).
 
     python benchmarks/checkpoint.py saves async|disabled    titanlite
-    python benchmarks/checkpoint.py peer async|disabled|async_with_pinned_mem    torchtitan 0.2.2
+    python benchmarks/checkpoint.py peer async|disabled|async_with_pinned_mem    torchtitan 0.3.0
     python benchmarks/checkpoint.py load    with and without the hashes, from cache and from disk
     each with --output benchmarks/results/NAME.json
 
 Both trainers are timed from outside, by the arrival times of the lines that they log per step. The cost of a
 save at step k is the time between lines k - 1 and k + 2, minus three median steps without a save. This holds
 whether a trainer logs a step before or after its save, and waits for the save immediately or at the next
-step. `peer` needs torchtitan and TORCHTITAN_PEER, a folder with its torchtitan.toml and the modules that the
-file imports: the same model, batch and steps on random tokens."""
+step. `peer` trains the same model with the same batch and steps on random tokens, and needs TORCHTITAN_PEER
+as benchmarks/throughput.py says."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.environment import environment  # noqa: E402
-from benchmarks.throughput import SHIPPED_DATA  # noqa: E402
+from benchmarks.throughput import SHIPPED_DATA, peer_command  # noqa: E402
 
 CONFIG = ROOT / "train_configs/llama3_1b.toml"
 WARM = 12  # steps that do not count: compilation, pinning of memory
@@ -80,15 +80,12 @@ def save_case(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
     if options.case == "saves":
         command = titanlite_command(options, [f"--checkpoint.async_mode={options.mode}", *overrides])
     else:
-        peer = Path(os.environ["TORCHTITAN_PEER"])
-        env["PYTHONPATH"] = f"{peer}:{env.get('PYTHONPATH', '')}"
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", "-m", "torchtitan.train",
-            "--job.config_file", str(peer / "torchtitan.toml"), "--job.dump_folder", str(options.folder),
-            "--training.steps", str(options.steps), "--metrics.log_freq", "1", "--checkpoint.enable",
-            "--checkpoint.interval", str(options.interval), "--checkpoint.async_mode", options.mode,
-            "--checkpoint.keep_latest_k", "2", *overrides,
-        ]  # fmt: skip
+        command, peer_env = peer_command(
+            "llama3_1b", 1, options.folder, "--training.steps", str(options.steps), "--metrics.log_freq", "1",
+            "--checkpoint.enable", "--checkpoint.interval", str(options.interval),
+            "--checkpoint.async_mode", options.mode, "--checkpoint.keep_latest_k", "2", *overrides,
+        )  # fmt: skip
+        env["PYTHONPATH"] = peer_env["PYTHONPATH"]
     arrived: dict[int, float] = {}
     about_saves = []
     began = time.perf_counter()

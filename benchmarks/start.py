@@ -1,15 +1,15 @@
 """Seconds from the command to the first step: cold, with a compile cache that the run before has filled, and
-resumed from a checkpoint; optionally beside torchtitan 0.2.2.
+resumed from a checkpoint; optionally beside torchtitan 0.3.0.
 
     python benchmarks/start.py train_configs/llama3_1b.toml --ngpu 1 [--section.key=value ...]
-        --output benchmarks/results/NAME.json [--rounds 2] [--peer "--training.local_batch_size 16 ..."]
-        [--without-checkpoints]
+        --output benchmarks/results/NAME.json [--rounds 2] [--without-checkpoints]
+        [--peer "llama3_1b [--training.local_batch_size 16 ...]"]
 
 Each round begins with empty compile caches of its own. `first_line_s`: until the program's first line, after
 its imports. `set_up_s`: until titanlite's line "steps 1 to N". `first_step_s`: until the line of the first
 step. Times are the clock's from the start of the launcher to the arrival of the line. With
 `--without-checkpoints` nothing is saved and there is no resumed start, for models with large checkpoints.
-Tokenizer and data are those of benchmarks/throughput.py, whose docstring says what `--peer` needs.
+Tokenizer and data are those of benchmarks/throughput.py, whose docstring says what `--peer` means and needs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import re
-import shlex
 import statistics
 import subprocess
 import sys
@@ -32,7 +31,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.environment import write_result  # noqa: E402
-from benchmarks.throughput import SHIPPED_DATA  # noqa: E402
+from benchmarks.throughput import SHIPPED_DATA, peer_command  # noqa: E402
 
 STEPS = 3
 MOMENTS = {
@@ -51,7 +50,7 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("--ngpu", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--peer", help="start torchtitan, with these options, in turns with titanlite")
+    parser.add_argument("--peer", help="start this configuration of torchtitan in turns with titanlite")
     parser.add_argument("--without-checkpoints", action="store_true")
     parser.add_argument("--output", type=Path, required=True)
     options, overrides = parser.parse_known_args()
@@ -98,17 +97,9 @@ def commands(
     env.pop("TORCHINDUCTOR_CACHE_DIR", None)
     starts = []
     if options.peer is not None:
-        peer = Path(os.environ["TORCHTITAN_PEER"])
-        theirs = [
-            sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.ngpu}",
-            "-m", "torchtitan.train", "--job.config_file", str(peer / "torchtitan.toml"),
-            "--job.dump_folder", str(folder / "peer"), "--training.steps", str(STEPS),
-            "--metrics.log_freq", "1", *shlex.split(options.peer),
-        ]  # fmt: skip
-        peer_env = env | {
-            "PYTHONPATH": f"{peer}:{env.get('PYTHONPATH', '')}",
-            "TORCHINDUCTOR_CACHE_DIR": str(folder / "theirs"),
-        }
+        arguments = ["--training.steps", str(STEPS), "--metrics.log_freq", "1"]
+        theirs, peer_env = peer_command(options.peer, options.ngpu, folder / "peer", *arguments)
+        peer_env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "theirs")
         starts += [("torchtitan, cold", theirs, peer_env), ("torchtitan, second", theirs, peer_env)]
     runs = [("titanlite, cold", "cold", STEPS), ("titanlite, second", "second", STEPS)]
     if not options.without_checkpoints:

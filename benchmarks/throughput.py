@@ -1,25 +1,36 @@
 """Tokens/s, MFU and peak memory of a training configuration, measured with the real trainer on real text;
-optionally compared with torchtitan 0.2.2 or with another checkout of titanlite.
+optionally compared with torchtitan 0.3.0 or with another checkout of titanlite.
 
     python benchmarks/throughput.py train_configs/llama3_1b.toml --ngpu 1 [--section.key=value ...]
         --output benchmarks/results/NAME.json [--before CHECKOUT]
-        [--peer "--training.local_batch_size 16 ..."]
+        [--peer llama3_1b --peer "llama3_1b_sdpa --training.local_batch_size 16" ...]
     python benchmarks/throughput.py benchmarks/results/NAME.json --output AGAIN.json [--rounds 2]
 
 Tokenizer and data are replaced by the shipped ones (the standard library's source), so that nothing has to be
 downloaded. The model, its vocabulary and the kernels are those of the configuration. Medians are over the
 reports after the first `--skip` steps. The output includes the raw reports and the environment.
 
-With `--peer` the two trainers run in turns, torchtitan first, `--rounds` times each, and the output has the
-ratios of the medians over all rounds. torchtitan gets the options in the string and trains on random tokens.
-TORCHTITAN_PEER names a folder with its torchtitan.toml and the modules that the file imports. Its MFU is
-computed from its tokens/s with titanlite's FLOP formula.
+Each `--peer` names a configuration of benchmarks/torchtitan_peer/config_registry.py; options of torchtitan
+may follow it. The trainers run in turns, all of torchtitan's configurations first, `--rounds` times each. The
+ratios are to torchtitan's configuration with the highest median of tokens/s. torchtitan trains on random
+tokens; its MFU is computed from its tokens/s with titanlite's FLOP formula. A run of torchtitan that fails is
+repeated once with `--training.disable_cuda_graphs`, and so are its next rounds; `cuda_graphs` in the output
+says which runs recorded one. A configuration that fails again is left out, with its log in the output.
+
+TORCHTITAN_PEER names a folder with torchtitan and what titanlite does not need itself:
+
+    pip install --no-deps --target FOLDER torchtitan==0.3.0 spmd_types==0.2.3 torch_checkpointing==0.1.1
+        torchdata==0.11.0 tyro==1.0.17 typeguard==4.6.1 docstring_parser==0.18.0 shtab==1.13.0
+
+All are pure Python: the folder may be copied to a machine without network, and `pip download` with the same
+names gives wheels to unpack into it. `tokenizers` and, for float8, `torchao` come with
+titanlite[float8,tokenizer].
 
 With `--before` another checkout of titanlite, for example an older commit, runs in turns with this one.
 
 In place of a configuration, a result of this program repeats its measurement: the configuration in
-train_configs/, the overrides, the number of GPUs, of steps and of rounds, and torchtitan's options if it had
-any.
+train_configs/, the overrides, the number of GPUs, of steps and of rounds, and torchtitan's configurations if
+it had any. Results beside torchtitan 0.2.2 need `--peer`.
 """
 
 from __future__ import annotations
@@ -36,6 +47,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +55,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.environment import write_result  # noqa: E402
+from benchmarks.environment import without_paths, write_result  # noqa: E402
 
 SHIPPED_DATA = [
     "--tokenizer.name=tiktoken",
@@ -71,7 +83,9 @@ def main() -> None:
     parser.add_argument("--ngpu", type=int, help="by default 1")
     parser.add_argument("--steps", type=int, help="by default 30")
     parser.add_argument("--skip", type=int, help="steps before the first report that counts; by default 10")
-    parser.add_argument("--peer", help="measure torchtitan, with these options, in turns with titanlite")
+    parser.add_argument(
+        "--peer", action="append", help="measure this configuration of torchtitan in turns with titanlite"
+    )
     parser.add_argument(
         "--before", type=Path, help="measure this checkout of titanlite in turns with this one"
     )
@@ -81,16 +95,38 @@ def main() -> None:
     if options.config.endswith(".json"):
         overrides = repeat(options, json.loads(Path(options.config).read_text())) + overrides
     fill(options, {"ngpu": 1, "steps": 30, "skip": 10, "rounds": 1})
-    runs = []
+    runs: list[dict[str, Any]] = []
     for _ in range(options.rounds):
-        if options.peer is not None:
-            runs.append(measure_peer(options))
-            print(json.dumps({"trainer": "torchtitan", **medians(runs[-1:], "torchtitan")}), flush=True)
-        if options.before is not None:
-            runs.append(measure(options, overrides, root=options.before.resolve()) | {"trainer": "before"})
-            print(json.dumps({"trainer": "before", **medians(runs[-1:], "before")}), flush=True)
-        runs.append(measure(options, overrides))
-        print(json.dumps({"trainer": "titanlite", **medians(runs[-1:], "titanlite")}), flush=True)
+        run_round(options, overrides, runs)
+        result = summary(options, overrides, runs)
+        # After each round: earlier rounds are not lost if a limit on the time ends this program.
+        write_result(options.output, {**result, "runs": runs}, "torch", "torchao", "flash-attn-4")
+    print(json.dumps(result))
+    if options.peer and "ratios" not in result:
+        sys.exit("no configuration of torchtitan ran; its logs are in the output")
+
+
+def run_round(options: argparse.Namespace, overrides: list[str], runs: list[dict[str, Any]]) -> None:
+    """Add a run of each trainer to `runs`, without the configurations of torchtitan that failed before."""
+    for peer in options.peer or ():
+        earlier = [run for run in runs if run.get("peer") == peer]
+        if any("failed" in run for run in earlier):
+            continue
+        graphs = not any("failed_with_cuda_graphs" in run for run in earlier)
+        runs.append(measure_peer(options, peer, graphs))
+        if "failed" in runs[-1]:
+            print(f"{peer}: torchtitan failed: {runs[-1]['failed']}", flush=True)
+        else:
+            print(json.dumps(peer_medians(runs[-1:])), flush=True)
+    if options.before is not None:
+        runs.append(measure(options, overrides, root=options.before.resolve()) | {"trainer": "before"})
+        print(json.dumps({"trainer": "before", **medians(runs[-1:], "before")}), flush=True)
+    runs.append(measure(options, overrides))
+    print(json.dumps({"trainer": "titanlite", **medians(runs[-1:], "titanlite")}), flush=True)
+
+
+def summary(options: argparse.Namespace, overrides: list[str], runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what was measured, the medians of each trainer, and the ratios of titanlite's."""
     ours = medians(runs, "titanlite")
     result: dict[str, Any] = {
         "config": Path(options.config).name,
@@ -98,29 +134,39 @@ def main() -> None:
         "ngpu": options.ngpu,
         "medians": ours,
     }
-    if options.peer is not None:
-        theirs = medians(runs, "torchtitan")
-        if MFU in ours:  # the same model and formula
-            theirs[MFU] = ours[MFU] * theirs[TPS] / ours[TPS]
-        ratios = {key: ours[key] / theirs[key] for key in (TPS, RESERVED)}
-        result |= {"peer_options": options.peer, "peer_medians": theirs, "ratios": ratios}
+    if options.peer:
+        peers = peer_medians(runs)
+        result |= {"torchtitan": peer_version(), "peers": peers}
+        if peers:
+            result["fastest_peer"] = fastest(peers)
+            theirs = peers[result["fastest_peer"]]
+            if MFU in ours:  # the same model and formula
+                for measured in peers.values():
+                    measured[MFU] = ours[MFU] * measured[TPS] / ours[TPS]
+            result["ratios"] = {key: ours[key] / theirs[key] for key in (TPS, RESERVED) if key in ours}
     if options.before is not None:
         before = medians(runs, "before")
         result |= {
             "before_medians": before,
             "ratios_to_before": {k: ours[k] / before[k] for k in (TPS, RESERVED)},
         }
-    print(json.dumps(result))
-    write_result(options.output, {**result, "runs": runs}, "torch", "torchao", "flash-attn-4", "torchtitan")
+    return result
 
 
 def repeat(options: argparse.Namespace, result: dict[str, Any]) -> list[str]:
     """Set what the command line leaves open to what a result had. Returns the result's overrides."""
+    if "peer_options" in result and options.peer is None:
+        sys.exit(
+            f"{options.config} is beside torchtitan 0.2.2, which is no longer run: pass --peer with a "
+            "configuration of torchtitan 0.3.0, or measure titanlite alone with its config and overrides"
+        )
     run = next(run for run in result["runs"] if run["trainer"] == "titanlite")
     steps = [report["step"] for report in run["reports"]]
     skipped = set(steps) - {report["step"] for report in run["counted"]}
     options.config = f"train_configs/{result['config']}"
-    had = {"ngpu": result["ngpu"], "rounds": result["medians"]["runs"], "peer": result.get("peer_options")}
+    had = {"ngpu": result["ngpu"], "rounds": result["medians"]["runs"]}
+    if "peers" in result:
+        had["peer"] = list(dict.fromkeys(run["peer"] for run in result["runs"] if "peer" in run))
     fill(options, had | {"steps": steps[-1], "skip": max(skipped, default=0)})
     overrides: list[str] = result["overrides"]
     return overrides
@@ -167,29 +213,83 @@ def measure(
     return {"trainer": "titanlite", "wall_s": wall_s, "env": ran_on, "counted": counted, "reports": reports}
 
 
-def measure_peer(options: argparse.Namespace) -> dict[str, Any]:
-    """Run torchtitan once. Returns its reports with titanlite's metric names."""
-    peer = Path(os.environ["TORCHTITAN_PEER"])
-    env = os.environ | {"PYTHONPATH": f"{peer}:{os.environ.get('PYTHONPATH', '')}"}
+def peer_command(
+    peer: str, ngpu: int, folder: Path | str, *arguments: str
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment of a run of torchtitan.
+
+    Args:
+        peer: the name of a configuration of torchtitan_peer, then options of torchtitan
+        folder: for torchtitan's output
+        arguments: more options of torchtitan, before those in `peer`
+    """
+    if "TORCHTITAN_PEER" not in os.environ:
+        sys.exit("--peer needs TORCHTITAN_PEER, a folder with torchtitan 0.3.0: see benchmarks/throughput.py")
+    paths = [str(ROOT), os.environ["TORCHTITAN_PEER"], os.environ.get("PYTHONPATH", "")]
+    name, *options = shlex.split(peer)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ngpu}",
+        "--local-ranks-filter=0", "-m", "benchmarks.torchtitan_peer.train", "--config", name,
+        "--dump_folder", str(folder), *arguments, *options,
+    ]  # fmt: skip
+    return command, {**os.environ, "PYTHONPATH": ":".join(filter(None, paths))}
+
+
+def peer_version() -> str:
+    """The version of torchtitan in the folder that TORCHTITAN_PEER names."""
+    found = distributions(name="torchtitan", path=[os.environ["TORCHTITAN_PEER"]])
+    return next((package.version for package in found), "unknown")
+
+
+def measure_peer(options: argparse.Namespace, peer: str, cuda_graphs: bool = True) -> dict[str, Any]:
+    """Run torchtitan once, and if it fails, once more without CUDA graphs. Returns its reports with
+    titanlite's metric names, or the end of its log as "failed"."""
+    run = run_peer(options, peer, cuda_graphs)
+    if "failed" in run and cuda_graphs:
+        run = run_peer(options, peer, cuda_graphs=False) | {"failed_with_cuda_graphs": run["failed"]}
+    return run
+
+
+def run_peer(options: argparse.Namespace, peer: str, cuda_graphs: bool) -> dict[str, Any]:
+    """Run torchtitan once."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.ngpu}",
-            "-m", "torchtitan.train", "--job.config_file", str(peer / "torchtitan.toml"),
-            "--job.dump_folder", folder, "--training.steps", str(options.steps), "--metrics.log_freq", "5",
-            *shlex.split(options.peer),
-        ]  # fmt: skip
+        arguments = ["--training.steps", str(options.steps), "--metrics.log_freq", "5"]
+        arguments += [] if cuda_graphs else ["--training.disable_cuda_graphs"]
+        command, env = peer_command(peer, options.ngpu, folder, *arguments)
         began = time.perf_counter()
         done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     reports = peer_reports(done.stdout)
-    if done.returncode != 0 or not reports:
-        sys.exit(f"torchtitan ended with {done.returncode}:\n{done.stdout[-6000:]}")
-    counted = [report for report in reports if report["step"] > options.skip]
-    return {
+    run: dict[str, Any] = {
         "trainer": "torchtitan",
+        "peer": peer,
         "wall_s": time.perf_counter() - began,
-        "counted": counted,
+        "cuda_graphs": "Recorded CUDA graph" in done.stdout,
+        "changes": re.findall(r"torchtitan_peer: (.*)", done.stdout),
+        "counted": [report for report in reports if report["step"] > options.skip],
         "reports": reports,
     }
+    if done.returncode != 0 or not run["counted"]:
+        run["failed"] = without_paths(f"exit code {done.returncode}\n{done.stdout[-6000:]}")
+    return run
+
+
+def peer_medians(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the medians of each configuration of torchtitan that never failed without CUDA graphs, and
+    whether all of its runs recorded a CUDA graph."""
+    by_peer: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        if "peer" in run:
+            by_peer.setdefault(run["peer"], []).append(run)
+    return {
+        peer: {**medians(theirs, "torchtitan"), "cuda_graphs": all(run["cuda_graphs"] for run in theirs)}
+        for peer, theirs in by_peer.items()
+        if not any("failed" in run for run in theirs)
+    }
+
+
+def fastest(peers: dict[str, dict[str, Any]]) -> str:
+    """Return the configuration of torchtitan with the highest median of tokens/s."""
+    return max(peers, key=lambda peer: peers[peer][TPS])
 
 
 def peer_reports(log: str) -> list[dict[str, float]]:

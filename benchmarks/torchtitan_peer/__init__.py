@@ -1,0 +1,3 @@
+"""torchtitan 0.3.0 on random tokens: its configurations for the comparisons of benchmarks/throughput.py and
+benchmarks/start.py (config_registry.py), what it needs of newer versions of torch (compat.py), and its start
+(train.py). Nothing of torchtitan is copied or changed."""
