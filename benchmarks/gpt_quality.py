@@ -252,7 +252,7 @@ def record_run(folder: Path, options: argparse.Namespace) -> None:
             )
             record["bits_per_byte"][step] = scorer.bits_per_byte(net)
             print(options.name, step, record["bits_per_byte"][step], flush=True)
-    record["arguments"] = [without_paths(word) for word in record["arguments"]]
+    record["arguments"] = [without_paths(word.replace(str(folder), "FOLDER")) for word in record["arguments"]]
     write_result(folder / f"{options.name}.json", record, "torch")
     shown = ("train_s", "tokens_per_s", "num_steps", "bits_per_byte")
     print(options.name, {key: record[key] for key in shown}, flush=True)
