@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.environment import environment  # noqa: E402
-from benchmarks.throughput import SHIPPED_DATA, peer_command  # noqa: E402
+from benchmarks.environment import environment, without_paths  # noqa: E402
+from benchmarks.throughput import SHIPPED_DATA, peer_command, peer_version  # noqa: E402
 
 CONFIG = ROOT / "train_configs/llama3_1b.toml"
 WARM = 12  # steps that do not count: compilation, pinning of memory
@@ -58,7 +58,9 @@ def main() -> None:
     else:
         result = save_case(options, overrides)
     shutil.rmtree(options.folder, ignore_errors=True)
-    result = {"case": options.case, **result, "environment": environment("torch", "torchtitan", "torchao")}
+    if options.case == "peer":
+        result["torchtitan"] = peer_version()
+    result = {"case": options.case, **result, "environment": environment("torch", "torchao")}
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(result, indent=1) + "\n")
@@ -91,8 +93,7 @@ def save_case(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
     began = time.perf_counter()
     for at, line in lines_of(command, env):
         plain = re.sub(r"\x1b\[[0-9;]*m", "", line)
-        for place in (ROOT, *map(Path, sys.path)):  # the results must not contain paths of this machine
-            plain = plain.replace(f"{place}/", "") if place != Path() else plain
+        plain = without_paths(plain, os.environ.get("TORCHTITAN_PEER", ""))
         if match := re.search(r"\bstep:? +(\d+)\b(?=.*loss)", plain):
             arrived.setdefault(int(match[1]), at - began)
         elif re.search(r"saved|[Ss]aving|checkpoint|staging|pinned", plain):

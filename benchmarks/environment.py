@@ -30,9 +30,10 @@ def write_result(path: Path, result: dict[str, Any], *packages: str) -> None:
     path.write_text(json.dumps({**result, "environment": environment(*packages)}, indent=1) + "\n")
 
 
-def without_paths(text: str) -> str:
-    """A text without this machine's folders."""
-    for place in (Path(__file__).resolve().parents[1], *map(Path, sys.path), Path(sys.prefix)):
+def without_paths(text: str, *places: Path | str) -> str:
+    """A text without this machine's folders, and without `places`."""
+    ours = (Path(__file__).resolve().parents[1], *map(Path, sys.path), Path(sys.prefix))
+    for place in (*map(Path, places), *ours):
         text = text.replace(f"{place}/", "") if place.is_absolute() and place != Path("/") else text
     return text
 

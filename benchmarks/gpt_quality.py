@@ -184,9 +184,9 @@ def run_titanlite(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "--metrics.sinks=[]", "--checkpoint.keep_latest_k=0", "--checkpoint.async_mode=disabled",
         *options.arguments,
     ]  # fmt: skip
-    config = options.config or "gpt_d8"
+    config = name = options.config or "gpt_d8"
     if options.without:
-        config = str(without(config, options.without, folder / f"{options.name}.toml"))
+        config = str(without(name, options.without, folder / f"{options.name}.toml"))
     _logged(
         [sys.executable, "-m", "titanlite.cli", "train", config, *arguments], folder / f"{options.name}.log"
     )
@@ -199,7 +199,7 @@ def run_titanlite(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "step_s": seconds,
         "tokens_per_step": tokens,
         "saved": saved,
-        "config": options.config or "gpt_d8",
+        "config": name,
         "without": options.without,
         "arguments": arguments,
     }
@@ -379,8 +379,8 @@ def draw(file: Path, output: Path | None) -> None:
         seconds, bits = [run["train_s"] for run in runs], [bits for _, bits in ends]
         speed = statistics.mean(run["tokens_per_s"] for run in runs)
         print(
-            f"| {name} | {len(runs)} | {runs[0]['num_steps']} | {shown(seconds, 1)} | {speed:,.0f} "
-            f"| {shown(bits, 4) if bits else '-'} |"
+            f"| {name} | {len(runs)} | {runs[0]['num_steps']} | {mean_and_range(seconds, 1)} | {speed:,.0f} "
+            f"| {mean_and_range(bits, 4) if bits else '-'} |"
         )
         label = f"{runs[0]['program']} ({name})"
         for run in runs:
@@ -399,7 +399,7 @@ def draw(file: Path, output: Path | None) -> None:
         figure.savefig(output)
 
 
-def shown(values: list[float], digits: int) -> str:
+def mean_and_range(values: list[float], digits: int) -> str:
     """The mean of values, and their least and greatest."""
     mean, least, most = (f"{f(values):.{digits}f}" for f in (statistics.mean, min, max))
     return f"{mean} ({least} to {most})" if len(values) > 1 else mean

@@ -9,7 +9,7 @@ delta    Qwen3.5 0.8B with sequences of 8,192 and of 65,536 tokens beside plain_
          around flash-linear-attention's own layer, of the same shape and batch
 
 The runs are made in turns. With `--ngpu`, windows shares each sequence by context parallel over these GPUs.
-Another `--config` tries the program: with `--config=debug --seq-len 256`, `windows` runs on a CPU.
+`--config` names another configuration: `windows --config=debug --seq-len 256` runs on a CPU, as a try.
 """
 
 from __future__ import annotations

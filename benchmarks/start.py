@@ -9,7 +9,8 @@ Each round begins with empty compile caches of its own. `first_line_s`: until th
 its imports. `set_up_s`: until titanlite's line "steps 1 to N". `first_step_s`: until the line of the first
 step. Times are the clock's from the start of the launcher to the arrival of the line. With
 `--without-checkpoints` nothing is saved and there is no resumed start, for models with large checkpoints.
-Tokenizer and data are those of benchmarks/throughput.py, whose docstring says what `--peer` means and needs.
+Tokenizer and data are those of benchmarks/throughput.py, whose docstring says what a peer needs. Here there
+is at most one, and the measurement ends if it fails.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.environment import write_result  # noqa: E402
-from benchmarks.throughput import SHIPPED_DATA, peer_command  # noqa: E402
+from benchmarks.throughput import SHIPPED_DATA, peer_command, peer_version  # noqa: E402
 
 STEPS = 3
 MOMENTS = {
@@ -79,8 +80,10 @@ def main() -> None:
         "medians": medians,
         "starts": starts,
     }
+    if options.peer is not None:
+        result["torchtitan"] = peer_version()
     print(json.dumps(medians))
-    write_result(options.output, result, "torch", "torchtitan")
+    write_result(options.output, result, "torch")
 
 
 def commands(

@@ -14,8 +14,9 @@ Each `--peer` names a configuration of benchmarks/torchtitan_peer/config_registr
 may follow it. The trainers run in turns, all of torchtitan's configurations first, `--rounds` times each. The
 ratios are to torchtitan's configuration with the highest median of tokens/s. torchtitan trains on random
 tokens; its MFU is computed from its tokens/s with titanlite's FLOP formula. A run of torchtitan that fails is
-repeated once with `--training.disable_cuda_graphs`, and so are its next rounds; `cuda_graphs` in the output
-says which runs recorded one. A configuration that fails again is left out, with its log in the output.
+repeated once with `--training.disable_cuda_graphs`; its later rounds have no CUDA graphs from the start.
+`cuda_graphs` in the output says which runs recorded one. A configuration that fails again is left out, with
+its log in the output.
 
 TORCHTITAN_PEER names a folder with torchtitan and what titanlite does not need itself:
 
@@ -258,18 +259,19 @@ def run_peer(options: argparse.Namespace, peer: str, cuda_graphs: bool) -> dict[
         command, env = peer_command(peer, options.ngpu, folder, *arguments)
         began = time.perf_counter()
         done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    reports = peer_reports(done.stdout)
+    log = without_paths(done.stdout, os.environ["TORCHTITAN_PEER"], folder)
+    reports = peer_reports(log)
     run: dict[str, Any] = {
         "trainer": "torchtitan",
         "peer": peer,
         "wall_s": time.perf_counter() - began,
-        "cuda_graphs": "Recorded CUDA graph" in done.stdout,
-        "changes": re.findall(r"torchtitan_peer: (.*)", done.stdout),
+        "cuda_graphs": "Recorded CUDA graph" in log,
+        "changes": re.findall(r"torchtitan_peer: (.*)", log),
         "counted": [report for report in reports if report["step"] > options.skip],
         "reports": reports,
     }
     if done.returncode != 0 or not run["counted"]:
-        run["failed"] = without_paths(f"exit code {done.returncode}\n{done.stdout[-6000:]}")
+        run["failed"] = f"exit code {done.returncode}\n{log[-6000:]}"
     return run
 
 

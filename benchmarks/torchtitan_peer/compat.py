@@ -1,10 +1,10 @@
-"""What torchtitan 0.3.0 needs of torch 2.14, for torch 2.11 to 2.13. Each change is made only where torch
-lacks the thing; none touches the model's code, a compiled region or a kernel. With torch 2.14 there are none.
+"""Replacements, on torch 2.11 to 2.13, for functions of torch 2.14 that torchtitan 0.3.0 calls. Each is made
+only where torch lacks the function; none touches the model's code, a compiled region or a kernel.
 
-Two changes can be felt by a step. On several GPUs, the last norm's few KB are gathered apart from the head,
-and the backward is spared the head's second all-gather, which torch 2.14 makes for the group. With tied
-embeddings, the gradients of the loss's chunks add up in bf16, where torch 2.14 adds them in fp32; the
-collectives are the same.
+Two of them can change the time or the numbers of a step. On several GPUs, the last norm's few KB are
+gathered apart from the head, and the backward is spared the head's second all-gather, which torch 2.14 makes
+for the group. With tied embeddings, the gradients of the loss's chunks add up in bf16, where torch 2.14 adds
+them in fp32; the collectives are the same.
 
 Not possible before torch 2.14: expert parallelism, and tensor parallelism with the release's default backend,
 spmd_types (`--parallelism.spmd_backend partial_dtensor` does it).
@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.attention import flex_attention as flex
 from torch.utils import _pytree as pytree
 
-# FSDP of torch 2.14 knows the annotations of spmd_types and torch.distributed.set_timeout; 2.13 has one of
-# both.
+# FSDP of torch 2.14 knows the annotations of spmd_types and torch.distributed.set_timeout; 2.13 has only
+# one of the two.
 NATIVE = hasattr(torch.distributed, "set_timeout") and hasattr(fsdp, "DataParallelMeshDims")
 # FSDP groups of which one forward runs only a part, such as [norm, lm_head] with a chunked loss.
 PARTIAL_GROUPS = hasattr(FSDPState, "_force_complete_incomplete_states")
@@ -187,7 +187,7 @@ def fill(left: Hollow, tensors: Iterator[torch.Tensor]) -> Callable[..., Any]:
     old = left.function
     if not old.__closure__:
         return old
-    cell = type(old.__closure__[0])
+    cell = CellType
     cells = tuple(cell(content) for content in pytree.tree_unflatten(leaves, left.spec))
     new = FunctionType(old.__code__, old.__globals__, old.__name__, old.__defaults__, cells)
     new.__kwdefaults__ = old.__kwdefaults__

@@ -1,5 +1,5 @@
-"""Start torchtitan's trainer with a configuration of config_registry.py, and with what this version of torch
-lacks (compat.py). torchtitan's own options follow; `--help` lists them.
+"""Start torchtitan's trainer with a configuration of config_registry.py, and with replacements for functions
+that this version of torch lacks (compat.py). torchtitan's own options follow; `--help` lists them.
 
     PYTHONPATH=.:FOLDER python -m torch.distributed.run --standalone --nproc_per_node=1
         -m benchmarks.torchtitan_peer.train --config llama3_1b [--training.local_batch_size 8 ...]

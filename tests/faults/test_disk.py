@@ -556,7 +556,7 @@ def test_few_inodes_are_one_line(tmp_path: Path, corpus: Path, capsys: pytest.Ca
 def test_a_run_folder_that_is_moved_is_made_again(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Metrics since then are kept until the next save makes the folder, and locks it again."""
+    """Metrics since the move are kept until the next save makes the folder, and locks it again."""
     job = make_job(tmp_path, corpus)
     report_saves = Run.report_saves
 

@@ -101,6 +101,8 @@ def test_the_goodput_of_a_killed_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     restarts_s = [min(b.seen.values()) - b.step_s - a.ended for a, b in pairwise(processes)]
     wall_s = processes[-1].ended - processes[0].set_up
 
+    # The test sees a step up to 10 ms late and takes all steps to be equally long, which they are not on a
+    # busy machine.
     spent = timeline(read_run(folder, "run"))
     assert spent.goodput is not None
     assert spent.total_s == pytest.approx(wall_s, abs=3)
@@ -108,6 +110,7 @@ def test_the_goodput_of_a_killed_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert spent.seconds["steps trained again"] == pytest.approx(again_s, rel=0.3)
     assert [restart.seconds for restart in spent.restarts] == pytest.approx(restarts_s, abs=2.0)
     assert training_s / wall_s < 0.9  # control: what was lost is more than the tolerance
+    assert min(restarts_s) > 2.0  # control
 
     words = [f"--mtbf={wall_s / len(KILLS) / 3600:.9f}", f"--measured-run={folder}"]
     plan = planned(capsys, *words)

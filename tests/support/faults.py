@@ -96,6 +96,7 @@ class Trainer:
         try:
             outcome = Outcome(ranks.exits(signal_peers=signal_peers))
         except AssertionError as error:
+            # A test that runs again loses its report, but not its warnings.
             texts = [log.read_text() for log in logs if log.exists()]
             warnings.warn("\n".join([str(error), *texts]), stacklevel=2)
             raise

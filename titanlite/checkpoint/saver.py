@@ -250,8 +250,8 @@ class Saver:
             storage = storage_of(self._folder)
             if storage.has_folders and not storage.is_folder(self._folder):
                 logger.error(
-                    f"{self._folder} is gone: removed, or on a disk that is not mounted any more; it is made "
-                    f"again for step {step}, without its earlier checkpoints"
+                    f"{self._folder} is gone: removed, moved, or on a disk that is not mounted any more; "
+                    f"it is made again for step {step}, without its earlier checkpoints"
                 )
                 storage.make_folder(self._folder)
             commit.check_space(self._folder, size)

@@ -466,6 +466,36 @@ def test_a_second_run_starts_when_the_first_has_ended(
     run.close()
 
 
+def gone(folder: Path) -> None:
+    (folder / "LOCK").unlink()
+    folder.rmdir()
+
+
+def elsewhere(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize("leave", [gone, elsewhere])
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_folder_that_is_lost_is_locked_again_unless_another_run_has_it(
+    tmp_path: Path, hold: Hold, leave: Callable[[Path], None], taken: bool
+) -> None:
+    folder = tmp_path / "run"
+    held = lock.FolderLock(folder)
+    held.take()
+    held.write_owner()
+    held.renew()  # not lost
+    leave(folder)
+    if taken:
+        process, _ = hold(folder)
+        with pytest.raises(ConfigError, match=f"is in use by process {process.pid}"):
+            held.renew()
+    else:
+        held.renew()
+        assert str(os.getpid()) in (folder / "LOCK").read_text()
+    held.close()
+
+
 def test_the_folder_is_free_after_a_run_however_it_ended(tmp_path: Path, hold: Hold) -> None:
     save_steps(tmp_path, 1)[1].close()
     open_run(tmp_path).close_after_error()

@@ -351,19 +351,25 @@ def test_the_state_is_that_of_the_real_optimizer(optimizer: Any, num_bytes: floa
 
 
 RECORDED = list(plan_errors.recorded())
+COUNTED = [run for run in RECORDED if run.file not in plan_errors.UNCOUNTED]
 UNCOMPILED = [run for run in RECORDED if run.file == "lora_memory_h200"]
 
 
 @pytest.mark.parametrize(
-    "run", sampled(RECORDED, default=UNCOMPILED), ids=lambda run: f"{run.file}-{run.case}"
+    "run", sampled(COUNTED, default=UNCOMPILED), ids=lambda run: f"{run.file}-{run.case}"
 )
-def test_every_recorded_peak_is_planned_within_3_percent(run: plan_errors.Recorded) -> None:
+def test_recorded_peaks_are_planned_within_3_percent(run: plan_errors.Recorded) -> None:
     row = plan_errors.compare(run)
     few_mib = 0.05 / row["measured_gib"]  # more than 3 percent of a run of 1 GiB
     # Of earlier versions: those that kept transposed copies of 8-bit weights needed 7 percent more than now.
-    is_within = abs(row["error"]) < (0.08 if row["before"] else max(0.03, few_mib))
-    assert is_within is (run.file not in plan_errors.UNCOUNTED)
+    assert abs(row["error"]) < (0.08 if row["before"] else max(0.03, few_mib))
     assert row.get("guess", False) or abs(row.get("time_error", 0)) < 0.15
+
+
+def test_the_plan_is_too_low_for_the_runs_that_are_left_out() -> None:
+    left_out = [run for run in RECORDED if run not in COUNTED]
+    assert left_out
+    assert all(plan_errors.compare(run)["error"] < -0.1 for run in left_out)
 
 
 def test_the_committed_errors_are_those_of_the_present_plan() -> None:
@@ -397,9 +403,11 @@ def test_a_step_time_that_is_far_off_is_called_a_guess() -> None:
     rows = json.loads((plan_errors.RESULTS / "plan_errors.json").read_text())["rows"]
     far = {row["file"]: row for row in rows if abs(row.get("time_error", 0)) > 0.15}
     experts = {"qwen3_30b_a3b_8layers_h200_b4_int8", "olmoe_1b_7b_h200"}
-    others = {"same_bits_8b_h200x2_1_micro_batch"}  # deterministic
-    others |= {"gated_delta_net_8192_h200", "gated_delta_net_65536_h200"}
-    assert far.keys() == {"qwen3_30m_h200", "lora_memory_h200", "finetune_h200", *experts, *others}
+    deterministic = {"same_bits_8b_h200x2_1_micro_batch"}
+    linear = {"gated_delta_net_8192_h200", "gated_delta_net_65536_h200"}
+    assert far.keys() == {
+        "qwen3_30m_h200", "lora_memory_h200", "finetune_h200", *experts, *deterministic, *linear
+    }  # fmt: skip
     assert all(row["guess"] for row in far.values())
     deterministic = {f"same_bits_1b_h200x2_{name}" for name in ("1_micro_batch", "8_micro_batches")}
     sizes = {row["file"] for row in rows if row.get("guess")}
