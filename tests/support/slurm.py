@@ -149,13 +149,14 @@ class Cluster:
                 [path, *options], env=environment, stdout=out, stderr=out
             )
 
-    def _processes(self, node: str) -> set[int]:
-        """The processes of jobs on a node and the slurmstepds above them, which are no children of slurmd."""
+    def _processes(self, node: str) -> list[int]:
+        """The slurmstepds on a node, which are no children of slurmd, then the processes of jobs below them. A
+        slurmstepd that outlived these would tell slurmctld that the job has failed."""
         marks = {f"SLURM_CONF={self.conf}".encode(), f"SLURMD_NODENAME={node}".encode()}
         tasks = {pid for pid in _all_processes() if marks <= set(_read(pid, "environ").split(b"\0"))}
         stats = [_read(pid, "stat").rpartition(b")")[2].split() for pid in tasks]
         parents = {int(fields[1]) for fields in stats if fields}
-        return tasks | {pid for pid in parents if _read(pid, "cmdline").startswith(b"slurmstepd")}
+        return [*(pid for pid in parents if _read(pid, "cmdline").startswith(b"slurmstepd")), *tasks]
 
 
 def _all_processes() -> list[int]:
