@@ -150,8 +150,8 @@ class Cluster:
             )
 
     def _processes(self, node: str) -> list[int]:
-        """The slurmstepds on a node, which are no children of slurmd, then the processes of jobs below them. A
-        slurmstepd that outlived these would tell slurmctld that the job has failed."""
+        """The slurmstepds on a node, which are no children of slurmd, then the processes of jobs below them.
+        A slurmstepd that outlived these would tell slurmctld that the job has failed."""
         marks = {f"SLURM_CONF={self.conf}".encode(), f"SLURMD_NODENAME={node}".encode()}
         tasks = {pid for pid in _all_processes() if marks <= set(_read(pid, "environ").split(b"\0"))}
         stats = [_read(pid, "stat").rpartition(b")")[2].split() for pid in tasks]
