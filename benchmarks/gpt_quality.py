@@ -3,7 +3,7 @@ the same text, tokenizer and GPU.
 
     python benchmarks/gpt_quality.py text FOLDER [--every 1]        # text, tokenizer and datasets for both
     python benchmarks/gpt_quality.py nanochat FOLDER NAME CHECKOUT [--seed 0] [-- --depth=8 ...]
-    python benchmarks/gpt_quality.py titanlite FOLDER NAME [--seed 0] [--without PART] [-- --loss.name=...]
+    python benchmarks/gpt_quality.py titanlite FOLDER NAME [--seed 0] [--without PART] [-- --KEY=VALUE ...]
     python benchmarks/gpt_quality.py summary FOLDER --output benchmarks/results/NAME.json
     python benchmarks/gpt_quality.py draw benchmarks/results/NAME.json --output assets/NAME.png
 
@@ -20,8 +20,7 @@ itself: BOS and up to 2,047 tokens, of which all but BOS count, and neither begi
 nanochat's checkpoints are read by titanlite's importer, whose logits are nanochat's. With `--tokens-per-s` a
 run only measures speed: nothing is scored.
 
-`--without` leaves a part of the recipe out: windows, value_embedding, residual_mix, smear, backout, softcap,
-squared_relu, zero_init, head_norms, cautious_weight_decay, row_norms (of Muon's updates) or normuon.
+`--without` leaves one of PARTS out of titanlite's recipe.
 
 A NAME is a series and a seed: n0 and n1 are two runs of the series n. `draw` prints the mean and the spread
 of each series, and draws the bits per byte of all its checkpoints against the seconds of training.

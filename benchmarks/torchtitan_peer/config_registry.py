@@ -128,9 +128,10 @@ def trainer(spec: ModelSpec, *, lr: float, batch: int, seq_len: int) -> Trainer.
 def sdpa(config: Trainer.Config) -> Trainer.Config:
     """Replace FlexAttention by F.scaled_dot_product_attention, cuDNN first, causal. The release has this
     module, but refuses it for language models because it takes no document mask. Sequences of one document
-    need none, and the positions, which the mask was made of, are left out. If the
-    configuration itself has context parallelism, the positions stay, because each rank has only a part of a
-    sequence, and the backend is partial_dtensor: spmd_types refuses this attention there."""
+    need none, and the positions, from which the mask is made, are left out.
+
+    If the configuration itself has context parallelism, the positions stay, because each rank has only a part
+    of a sequence, and the backend is partial_dtensor: spmd_types refuses this attention there."""
     if config.parallelism.context_parallel_degree > 1:
         config.parallelism.spmd_backend = "partial_dtensor"
     else:

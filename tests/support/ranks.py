@@ -113,8 +113,8 @@ class Ranks:
                 with suppress(ProcessLookupError):  # it has just ended
                     os.kill(self.processes[rank].pid, signal.SIGABRT)  # faulthandler writes its stacks
                 self.processes[rank].join(10)
-            # pyproject.toml runs a test with this message once more: about one run of the full tier in ten
-            # has such a hang. Its cause is not known; gloo may not have noticed the end of the peer.
+            # pyproject.toml runs a test with this message once more: CI had one such hang, whose cause is not
+            # known; gloo may not have noticed the end of the peer.
             lost = ", after another rank was killed" if -signal.SIGKILL in ended.values() else ""
             assert not hung, f"ranks {hung} have not ended{lost}; exit codes by rank: {ended}"
         return [process.exitcode or 0 for process in self.processes]

@@ -21,9 +21,9 @@ from titanlite.parallel.pipeline_parallel import STAGES_PER_RANK
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "gathered", "workspace")
 CUBLAS_WORKSPACE = 32 << 20  # torch's default on Hopper: docs of CUBLAS_WORKSPACE_CONFIG
-# The most memory that torch has reserved, in units of what its tensors take: recorded runs have 1.00 to 1.23
-# (llama3_8b_6layers_h200x2_tensor_float8.txt), but for gated delta nets in long sequences, 1.35.
-# And a guess of what is outside torch: CUDA's context, NCCL.
+# RESERVED: the largest ratio of torch's reserved to its allocated memory. Recorded runs have 1.00 to 1.23
+# (llama3_8b_6layers_h200x2_tensor_float8.txt); one of gated delta nets, not counted, has 1.35.
+# OUTSIDE: a guess of the memory outside torch, of CUDA's context and NCCL.
 RESERVED, OUTSIDE = 1.23, 2 * GIB
 
 

@@ -308,8 +308,8 @@ def _notes(
         )
     if any(shape.is_linear for shape in run.shapes):
         notes.append(
-            "memory of linear attention was 0.2% off in a run with sequences of 8,192 tokens, and 36% too "
-            "little with sequences of 65,536 tokens under full activation checkpointing"
+            "planned memory of linear attention was 0.2% off in a run with sequences of 8,192 tokens, and "
+            "36% too low in one with sequences of 65,536 tokens under full activation checkpointing"
         )
     optimizer = run.job.optimizer
     rules = {name: group.rule for group, names in optimizer.grouped(run.net).items() for name in names}
