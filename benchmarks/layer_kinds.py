@@ -8,8 +8,8 @@ windows  Gemma 3 1B with sequences of 32,768 tokens: windows of 1,024 tokens in 
 delta    Qwen3.5 0.8B with sequences of 8,192 and of 65,536 tokens beside plain_delta_net.py, a plain loop
          around flash-linear-attention's own layer, of the same shape and batch
 
-The runs are made in turns. `--config`, other than the default, tries it out: with
-`--config=debug --seq-len 256`, `windows` runs on a CPU.
+The runs are made in turns. With `--ngpu`, windows shares each sequence among these GPUs by context parallel.
+`--config`, other than the default, tries it out: with `--config=debug --seq-len 256`, `windows` runs on a CPU.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def windows(options: argparse.Namespace) -> dict[str, Any]:
     """Both kinds of model, in turns. Returns medians, their ratio and the raw reports."""
     options.config = options.config or "gemma3_1b.toml"
     overrides = batch_of(1, options.seq_len or 32_768)
+    overrides.append(f"--parallelism.context_parallel_degree={options.ngpu}")
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in WINDOWS}
     for _ in range(options.rounds):
         for name, fields in WINDOWS.items():
