@@ -8,10 +8,14 @@ Shape suffixes: R rows, E groups, I input features, O output features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+GroupedMM = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""A function with the arguments of grouped_mm."""
 
 
 def grouped_mm(x_RI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
