@@ -140,10 +140,9 @@ class _ExpertProduct(torch.autograd.Function):
         weights_NK: torch.Tensor,
         order_P: torch.Tensor,
         counts_E: torch.Tensor,
-        gate_up_E2FD: torch.Tensor,
-        down_EDF: torch.Tensor,
-        mm: GroupedMM,
+        *rest: Any,
     ) -> torch.Tensor:
+        gate_up_E2FD, down_EDF, mm = rest
         num_chosen, ends_E = weights_NK.shape[1], counts_E.cumsum(0).int()
         x_PD = h_ND.index_select(0, order_P // num_chosen)
         gate_up_P2F = mm(x_PD, gate_up_E2FD, ends_E)
@@ -193,6 +192,7 @@ def expert_product(
     counts_E: torch.Tensor,
     gate_up_E2FD: torch.Tensor,
     down_EDF: torch.Tensor,
+    *,
     mm: GroupedMM = grouped_mm,
 ) -> torch.Tensor:
     """The sums [N, D] of the outputs of each token's experts, times `weights_NK`. The output of an expert is

@@ -22,6 +22,7 @@ from titanlite.config.component import ConfigError, check_at_least
 from titanlite.log import logger
 from titanlite.models.base import Decoder
 from titanlite.models.grouped_mm import grouped_loop
+from titanlite.models.moe import moe_layers_of
 from titanlite.torch_compat import (
     float8_input_cast,
     float8_rowwise_parallel,
@@ -173,7 +174,8 @@ def apply_float8(net: Decoder, config: Float8, sharded: bool, ranks: int = 1) ->
         recipe = replace(recipe, enable_fsdp_float8_all_gather=True)
     torchao.convert_to_float8_training(net, config=recipe, module_filter_fn=lambda _, name: name in converted)
     kept = [_summary(excluded)] if excluded else []
-    if experts := [layer.experts for layer in net.moe_layers().values()]:
+    experts = [layer.experts for layer in moe_layers_of(net)]
+    if experts:
         kept = ["routers" if config.experts else "experts, routers", *kept]
     if config.experts:
         for layer in experts:
@@ -187,17 +189,15 @@ def check_experts(net: Decoder, config: Float8) -> None:
     """Raises ConfigError if the experts of the model cannot be computed in float8, or if it has none."""
     if not config.experts:
         return
-    layers = net.moe_layers()
+    layers = moe_layers_of(net)
     if not layers:
         raise ConfigError("the model has no experts", "float8.experts")
-    for name, layer in layers.items():
-        shapes = [weight.shape[1:] for weight in layer.experts.parameters() if weight.ndim == 3]
-        if any(size % MULTIPLE for shape in shapes for size in shape):
-            listed = " and ".join(f"{rows} x {columns}" for rows, columns in shapes)
-            raise ConfigError(
-                f"the matrices of an expert of {name} are {listed}, not multiples of {MULTIPLE}",
-                "float8.experts",
-            )
+    shapes = [weight.shape[1:] for weight in layers[0].experts.parameters() if weight.ndim == 3]
+    if any(size % MULTIPLE for shape in shapes for size in shape):
+        listed = " and ".join(f"{rows} x {columns}" for rows, columns in shapes)
+        raise ConfigError(
+            f"the matrices of an expert are {listed}, not multiples of {MULTIPLE}", "float8.experts"
+        )
 
 
 def grouped_mm_by_rows(
