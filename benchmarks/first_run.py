@@ -1,7 +1,8 @@
 """Speed of the first run, `./run_train.sh debug`, and of a plain loop with transformers' Llama of equal
 shape.
 
-    python benchmarks/first_run.py [--turns 12] [--seconds 3] [--output benchmarks/results/FILE]
+    python benchmarks/first_run.py [--turns 12] [--seconds 3] [--micro-batch 2]
+        [--output benchmarks/results/FILE]
 
 The plain loop has Hugging Face's model, torch's AdamW and gradient clipping, and the same micro-batch,
 accumulation and tokens. It runs in turns (turns.py) with titanlite: with and without `--compile.enable`, with
@@ -29,7 +30,7 @@ if str(ROOT) not in sys.path:
 from benchmarks.environment import write_result  # noqa: E402
 from benchmarks.turns import Program, take_turns  # noqa: E402
 
-SEQ_LEN, MICRO_BATCH, GLOBAL_BATCH = 128, 2, 16
+SEQ_LEN, GLOBAL_BATCH = 128, 16
 LIBGOMPS = {"GOMP_SPINCOUNT": "300000"}
 ENDLESS = 1_000_000  # steps
 VARIANTS: dict[str, tuple[list[str], dict[str, str]]] = {
@@ -48,36 +49,45 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=3.0, help="seconds per turn")
     parser.add_argument("--steps", type=int, default=60, help="steps per complete run")
+    parser.add_argument(
+        "--micro-batch", type=int, default=2, help="sequences per micro-batch, of all programs"
+    )
     parser.add_argument("--output", type=Path)
     parser.add_argument(
         "--plain", type=Path, nargs=2, help="run the plain loop: folder of tokens, file of lines"
     )
     options = parser.parse_args()
     if options.plain is not None:
-        plain_loop(*options.plain, steps=options.steps)
+        plain_loop(*options.plain, options.steps, options.micro_batch)
         return
     with tempfile.TemporaryDirectory() as name:
         folder, cache = Path(name), Path(name, "cache")
         subprocess.run(
-            debug_run(folder / "first", cache, 1), check=True, stderr=subprocess.DEVNULL
+            debug_run(folder / "first", cache, 1, options.micro_batch), check=True, stderr=subprocess.DEVNULL
         )  # tokenises
-        programs = [plain(folder, cache, ENDLESS)]
+        programs = [plain(folder, cache, ENDLESS, options.micro_batch)]
         for i, (variant, (keys, env)) in enumerate(VARIANTS.items()):
             run, compiled = folder / str(i), {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{i}/compiled"}
-            command = [*debug_run(run, cache, ENDLESS), "--lr_scheduler.warmup_steps=16", *keys]
+            command = [
+                *debug_run(run, cache, ENDLESS, options.micro_batch),
+                "--lr_scheduler.warmup_steps=16",
+                *keys,
+            ]
             programs.append(
                 Program(variant, command, run / "metrics.jsonl", folder / f"{i}.log", env | compiled)
             )
         turns = take_turns(programs, options.turns, options.seconds)
-        wall_s = {"plain loop": seconds_of(plain(folder / "whole", cache, options.steps).command, folder)}
+        whole = plain(folder / "whole", cache, options.steps, options.micro_batch)
+        wall_s = {"plain loop": seconds_of(whole.command, folder)}
         for i, variant in enumerate(("titanlite", "titanlite, compiled")):
             run = folder / f"whole-{i}"
-            command = [*debug_run(run, cache, options.steps), *VARIANTS[variant][0]]
+            command = [*debug_run(run, cache, options.steps, options.micro_batch), *VARIANTS[variant][0]]
             wall_s[variant] = seconds_of(command, run)
     base = turns["plain loop"]["steps_per_s"]
     result = {
         "tokens_per_s": {name: t["steps_per_s"] * GLOBAL_BATCH * SEQ_LEN for name, t in turns.items()},
         "ratios_to_the_plain_loop": {name: t["steps_per_s"] / base for name, t in turns.items()},
+        "micro_batch": options.micro_batch,
         "whole_run": {"steps": options.steps, "wall_s": wall_s},
     }
     print(json.dumps(result, indent=1))
@@ -85,18 +95,18 @@ def main() -> None:
         write_result(options.output, {**result, "turns": turns}, "torch", "transformers")
 
 
-def debug_run(run: Path, cache: Path, steps: int) -> list[str]:
+def debug_run(run: Path, cache: Path, steps: int, micro_batch: int) -> list[str]:
     """Return the command of `./run_train.sh debug` for `steps` steps, with metrics of each step and without
     validation, samples or checkpoints."""
     return [
         "env", f"PYTHON={sys.executable}", str(ROOT / "run_train.sh"), "debug",
         f"--training.steps={steps}", "--metrics.log_freq=1", f"--job.dump_folder={run}",
         f"--data.cache_dir={cache}", "--validation.enable=false", "--generation.prompts=[]",
-        "--checkpoint.enable=false",
+        "--checkpoint.enable=false", f"--training.local_batch_size={micro_batch}",
     ]  # fmt: skip
 
 
-def plain(folder: Path, cache: Path, steps: int) -> Program:
+def plain(folder: Path, cache: Path, steps: int, micro_batch: int) -> Program:
     """Return the plain loop as a program."""
     folder.mkdir(exist_ok=True)
     lines = folder / "plain.lines"
@@ -107,6 +117,7 @@ def plain(folder: Path, cache: Path, steps: int) -> Program:
         str(next(cache.iterdir())),
         str(lines),
         f"--steps={steps}",
+        f"--micro-batch={micro_batch}",
     ]
     return Program("plain loop", command, lines, folder / "plain.log")
 
@@ -119,7 +130,7 @@ def seconds_of(command: list[str], compiled: Path) -> float:
     return time.perf_counter() - began
 
 
-def plain_loop(tokens_folder: Path, lines: Path, steps: int) -> None:
+def plain_loop(tokens_folder: Path, lines: Path, steps: int, micro_batch: int) -> None:
     """Train with a loop as one writes it by hand: a model, an optimizer, a schedule."""
     import numpy as np
     import torch
@@ -133,11 +144,11 @@ def plain_loop(tokens_folder: Path, lines: Path, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     rng = np.random.default_rng(0)
-    accumulate = GLOBAL_BATCH // MICRO_BATCH
+    accumulate = GLOBAL_BATCH // micro_batch
     with lines.open("w", buffering=1) as log:
         for _ in range(steps):
             for _ in range(accumulate):
-                begins = rng.integers(0, len(tokens) - SEQ_LEN, MICRO_BATCH)
+                begins = rng.integers(0, len(tokens) - SEQ_LEN, micro_batch)
                 batch = torch.stack(
                     [torch.from_numpy(tokens[b : b + SEQ_LEN].astype(np.int64)) for b in begins]
                 )

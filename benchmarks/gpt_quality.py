@@ -3,8 +3,9 @@ the same text, tokenizer and GPU.
 
     python benchmarks/gpt_quality.py text FOLDER [--every 1]        # text, tokenizer and datasets for both
     python benchmarks/gpt_quality.py nanochat FOLDER NAME CHECKOUT [--seed 0] [-- --depth=8 ...]
-    python benchmarks/gpt_quality.py titanlite FOLDER NAME [--seed 0] [-- --model.flavor=d8 ...]
+    python benchmarks/gpt_quality.py titanlite FOLDER NAME [--seed 0] [--without PART] [-- --loss.name=...]
     python benchmarks/gpt_quality.py summary FOLDER --output benchmarks/results/NAME.json
+    python benchmarks/gpt_quality.py draw benchmarks/results/NAME.json --output assets/NAME.png
 
 The text is that of text_by_kind.py, all kinds mixed: the files of the standard library and of all installed
 packages, without duplicates, with one file in 33 held out. Files are cut at line ends into documents of at
@@ -18,6 +19,12 @@ held-out text of each saved checkpoint. Both models are scored by the same code,
 itself: BOS and up to 2,047 tokens, of which all but BOS count, and neither begins nor ends of documents.
 nanochat's checkpoints are read by titanlite's importer, whose logits are nanochat's. With `--tokens-per-s` a
 run only measures speed: nothing is scored.
+
+`--without` leaves a part of the recipe out: windows, value_embedding, residual_mix, smear, backout, softcap,
+squared_relu, zero_init, head_norms, cautious_weight_decay, row_norms (of Muon's updates) or normuon.
+
+A NAME is a series and a seed: n0 and n1 are two runs of the series n. `draw` prints the mean and the spread
+of each series, and draws the bits per byte of all its checkpoints against the seconds of training.
 """
 
 from __future__ import annotations
@@ -29,14 +36,21 @@ import os
 import pickle
 import random
 import re
+import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 import torch
 import torch.nn.functional as F
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
@@ -60,6 +74,23 @@ SPECIAL = (
     "output_start", "output_end",
 )  # fmt: skip
 STEP_LINE = re.compile(r"step (\d+)/\d+ .*? dt: ([\d.]+)ms \| tok/sec: ([\d,]+)")
+
+
+# The parts that a run can leave out: fields of the model, and keys of the optimizer.
+PARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "windows": ({"layer_pattern": "L", "sliding_window": 0}, {}),
+    "value_embedding": ({"value_embedding_interval": 0}, {}),
+    "residual_mix": ({"residual_scalars": False}, {}),
+    "smear": ({"smear": False}, {}),
+    "backout": ({"backout": False}, {}),
+    "softcap": ({"logit_softcap": 0.0}, {}),
+    "squared_relu": ({"has_squared_relu": False}, {}),
+    "zero_init": ({"zero_init": False}, {}),
+    "head_norms": ({"norms_heads": False}, {}),
+    "cautious_weight_decay": ({}, {"cautious_weight_decay": False}),
+    "row_norms": ({}, {"equalize_rows": False, "exact_norm": False}),
+    "normuon": ({}, {"normalize": "none"}),
+}
 
 
 # ---- text
@@ -154,6 +185,8 @@ def run_titanlite(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         *options.arguments,
     ]  # fmt: skip
     config = options.config or "gpt_d8"
+    if options.without:
+        config = str(without(config, options.without, folder / f"{options.name}.toml"))
     _logged(
         [sys.executable, "-m", "titanlite.cli", "train", config, *arguments], folder / f"{options.name}.log"
     )
@@ -166,9 +199,25 @@ def run_titanlite(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "step_s": seconds,
         "tokens_per_step": tokens,
         "saved": saved,
-        "config": config,
+        "config": options.config or "gpt_d8",
+        "without": options.without,
         "arguments": arguments,
     }
+
+
+def without(config: str, part: str, file: Path) -> Path:
+    """Write the configuration of that name without a part of the recipe, and without the groups of parameters
+    that the model then lacks. Returns `file`."""
+    job = tomllib.loads((ROOT / "train_configs" / f"{config}.toml").read_text())
+    fields, keys = PARTS[part]
+    job["model"].setdefault("overrides", {}).update(fields)
+    job["optimizer"].update(keys)
+    groups = [group for group in job["optimizer"]["param_groups"] if part not in group["pattern"]]
+    if part == "normuon":  # Muon has no second moment
+        groups = [group for group in groups if group["pattern"] != "model.layers.*"]
+    job["optimizer"]["param_groups"] = groups
+    file.write_text(tomli_w.dumps(job))
+    return file
 
 
 def _logged(command: list[str], log: Path, **environment: str) -> list[str]:
@@ -299,16 +348,74 @@ def summarize(folder: Path, output: Path) -> None:
     write_result(output, {"gpu": gpu, "text": text, "runs": records}, "torch")
 
 
+def seconds_at(run: dict[str, Any]) -> list[tuple[float, float]]:
+    """The seconds of training, as `train_s` counts them, and the bits per byte of each checkpoint."""
+    return [
+        (sum(run["step_s"][SKIPPED_STEPS:step]), bits)
+        for step, bits in sorted((int(step), bits) for step, bits in run["bits_per_byte"].items())
+    ]
+
+
+def by_series(runs: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The runs of each series, by the name without its digits."""
+    series: dict[str, list[dict[str, Any]]] = {}
+    for name, run in sorted(runs.items()):
+        series.setdefault(name.rstrip("0123456789"), []).append(run)
+    return series
+
+
+def draw(file: Path, output: Path | None) -> None:
+    """Print one line of a table per series, and draw the bits per byte against the seconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    result = json.loads(file.read_text())
+    figure, axes = pyplot.subplots(figsize=(8, 4), dpi=120)
+    print("| series | runs | steps | seconds | tokens/s | bits per byte |", "| --- " * 6 + "|", sep="\n")
+    for number, (name, runs) in enumerate(by_series(result["runs"]).items()):
+        ends = [curve[-1] for run in runs if (curve := seconds_at(run))]
+        seconds, bits = [run["train_s"] for run in runs], [bits for _, bits in ends]
+        speed = statistics.mean(run["tokens_per_s"] for run in runs)
+        print(
+            f"| {name} | {len(runs)} | {runs[0]['num_steps']} | {shown(seconds, 1)} | {speed:,.0f} "
+            f"| {shown(bits, 4) if bits else '-'} |"
+        )
+        label = f"{runs[0]['program']} ({name})"
+        for run in runs:
+            x, y = zip(*seconds_at(run)) if run["bits_per_byte"] else ((), ())
+            axes.plot(x, y, "o-", color=f"C{number}", markersize=4, linewidth=1.2, label=label)
+            label = "_"
+    axes.set(
+        xlabel=f"seconds of training on one {result['gpu']}",
+        ylabel="bits per byte of held-out text",
+        yscale="log",
+    )
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    if output is not None:
+        figure.savefig(output)
+
+
+def shown(values: list[float], digits: int) -> str:
+    """The mean of values, and their least and greatest."""
+    mean, least, most = (f"{f(values):.{digits}f}" for f in (statistics.mean, min, max))
+    return f"{mean} ({least} to {most})" if len(values) > 1 else mean
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("program", choices=("text", "nanochat", "titanlite", "summary"))
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("program", choices=("text", "nanochat", "titanlite", "summary", "draw"))
+    parser.add_argument("folder", type=Path, help="for draw, the file of a summary")
     parser.add_argument("names", nargs="*", help="NAME, and CHECKOUT of nanochat")
     parser.add_argument("--every", type=int, default=1, help="read one file in so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--config", help="of titanlite (gpt_d8)")
+    parser.add_argument("--without", choices=PARTS, help="the part of titanlite's recipe to leave out")
     parser.add_argument("--tokens-per-s", action="store_true", help="do not score")
     parser.add_argument("--output", type=Path)
     words = sys.argv[1:]
@@ -320,6 +427,8 @@ def main() -> None:
         make_text(options.folder, options.every)
     elif options.program == "summary":
         summarize(options.folder, options.output)
+    elif options.program == "draw":
+        draw(options.folder, options.output)
     else:
         options.name, *rest = options.names
         options.checkout = str(Path(rest[0]).resolve()) if rest else ""

@@ -8,8 +8,8 @@ windows  Gemma 3 1B with sequences of 32,768 tokens: windows of 1,024 tokens in 
 delta    Qwen3.5 0.8B with sequences of 8,192 and of 65,536 tokens beside plain_delta_net.py, a plain loop
          around flash-linear-attention's own layer, of the same shape and batch
 
-The runs are made in turns. With `--ngpu`, windows shares each sequence among these GPUs by context parallel.
-`--config`, other than the default, tries it out: with `--config=debug --seq-len 256`, `windows` runs on a CPU.
+The runs are made in turns. With `--ngpu`, windows shares each sequence by context parallel over these GPUs.
+Another `--config` tries the program: with `--config=debug --seq-len 256`, `windows` runs on a CPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LENGTHS = {8192: (4, False), 65_536: (1, True)}  # sequences in a batch, and whe
 
 def windows(options: argparse.Namespace) -> dict[str, Any]:
     """Both kinds of model, in turns. Returns medians, their ratio and the raw reports."""
-    options.config = options.config or "gemma3_1b.toml"
+    options.config = options.config or "gemma3_1b"
     overrides = batch_of(1, options.seq_len or 32_768)
     overrides.append(f"--parallelism.context_parallel_degree={options.ngpu}")
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in WINDOWS}
@@ -52,7 +52,7 @@ def windows(options: argparse.Namespace) -> dict[str, Any]:
 
 def delta(options: argparse.Namespace) -> dict[str, Any]:
     """titanlite and the plain loop, in turns, for each length. Returns medians, ratios, raw reports."""
-    options.config = options.config or "qwen3_5_0_8b.toml"
+    options.config = options.config or "qwen3_5_0_8b"
     result = {}
     for seq_len in [options.seq_len] if options.seq_len else LENGTHS:
         batch, is_checkpointed = LENGTHS[seq_len]

@@ -122,7 +122,8 @@ def number_of(noun: str, may_be_zero: bool = False) -> Callable[[str], float]:
         except ValueError:
             number = math.nan
         if not (0 < number <= LIMIT or (may_be_zero and number == 0)):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a {noun}")
+            hint = f"; the largest is {LIMIT:g}" if number > LIMIT else ""
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {noun}{hint}")
         return number
 
     return parse

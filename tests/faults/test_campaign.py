@@ -89,7 +89,7 @@ def test_faults_at_random(tmp_path: Path, corpus: Path, monkeypatch: pytest.Monk
         # That of the copy in flight is not known: it is taken to be at most twice that of the longest, and
         # the machine may be busy for five seconds.
         assert fault["repeated"] <= COPY_INTERVAL + 2 * (steps_of_a_copy + 1) + 5 / 0.25, fault
-    assert result["goodput"] == pytest.approx(result["goodput_of_report"], abs=0.05)
+    assert result["goodput"] == pytest.approx(result["goodput_of_report"], abs=0.08)
 
     whole = uninterrupted(tmp_path, corpus, "whole")
     assert digests(folder, STEPS) == whole

@@ -104,15 +104,15 @@ def test_the_goodput_of_a_killed_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     spent = timeline(read_run(folder, "run"))
     assert spent.goodput is not None
     assert spent.total_s == pytest.approx(wall_s, abs=3)
-    assert spent.goodput == pytest.approx(training_s / wall_s, abs=0.03)
-    assert spent.seconds["steps trained again"] == pytest.approx(again_s, rel=0.2)
-    assert [restart.seconds for restart in spent.restarts] == pytest.approx(restarts_s, abs=1.0)
+    assert spent.goodput == pytest.approx(training_s / wall_s, abs=0.06)
+    assert spent.seconds["steps trained again"] == pytest.approx(again_s, rel=0.3)
+    assert [restart.seconds for restart in spent.restarts] == pytest.approx(restarts_s, abs=2.0)
     assert training_s / wall_s < 0.9  # control: what was lost is more than the tolerance
 
     words = [f"--mtbf={wall_s / len(KILLS) / 3600:.9f}", f"--measured-run={folder}"]
     plan = planned(capsys, *words)
     assert set(plan["sources"].values()) == {"measured in run"}
-    assert plan["configured"]["goodput"] == pytest.approx(spent.goodput, abs=0.06)
+    assert plan["configured"]["goodput"] == pytest.approx(spent.goodput, abs=0.08)
     for cause in ("steps trained again", "restarts"):
         share = spent.seconds[cause] / spent.total_s
         assert plan["configured"]["shares"][cause] == pytest.approx(share, abs=0.05), cause

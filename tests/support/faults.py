@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,9 +92,15 @@ class Trainer:
         scratch = self._scratch / str(self._runs)
         scratch.mkdir(parents=True)
         ranks = Ranks(size, _train, toml, list(overrides), list(faults), scratch)
-        outcome = Outcome(ranks.exits(signal_peers=signal_peers))
+        logs = [scratch / f"log-{rank}" for rank in range(size)]
+        try:
+            outcome = Outcome(ranks.exits(signal_peers=signal_peers))
+        except AssertionError as error:
+            texts = [log.read_text() for log in logs if log.exists()]
+            warnings.warn("\n".join([str(error), *texts]), stacklevel=2)
+            raise
         for rank in range(size):
-            outcome.logs.append((scratch / f"log-{rank}").read_text())
+            outcome.logs.append(logs[rank].read_text())
             for line in _lines(scratch / f"fired-{rank}"):
                 outcome.fired.append((rank, line))
         return outcome

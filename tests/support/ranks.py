@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 400  # of one call of seconds: machines may be busy
 GRACE_S = 120.0  # between SIGTERM and SIGKILL; torchrun has 30, too few on a busy machine
 # Signals that end a process whose native code has failed. titanlite has none: pyproject.toml runs such a test
-# once more, and pytest counts it as "rerun".
+# once more, and pytest counts it as "rerun". It does the same for a rank that hangs after another was killed,
+# because gloo very rarely does not notice the end of a peer; pytest's summary of warnings has its stacks.
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
 
 
@@ -91,7 +92,8 @@ class Ranks:
         """The exit codes by rank, or negative signals, of a function that ends its process.
 
         Once a rank fails, the other ranks have GRACE_S to end; with `signal_peers` they get SIGTERM first, as
-        from torchrun. Raises AssertionError if a rank does not end."""
+        from torchrun. Raises AssertionError if a rank does not end, after it has written its stacks to its
+        standard error."""
         until = time.monotonic() + timeout_s
         told = False
         with self._ending():
@@ -108,7 +110,11 @@ class Ranks:
                     break
             ended = {rank: process.exitcode for rank, process in enumerate(self.processes)}
             hung = [rank for rank, code in ended.items() if code is None]
-            assert not hung, f"ranks {hung} have not ended; exit codes by rank: {ended}"
+            for rank in hung:
+                os.kill(self.processes[rank].pid, signal.SIGABRT)  # faulthandler
+                self.processes[rank].join(10)
+            lost = ", after another rank was killed" if -signal.SIGKILL in ended.values() else ""
+            assert not hung, f"ranks {hung} have not ended{lost}; exit codes by rank: {ended}"
         return [process.exitcode or 0 for process in self.processes]
 
     def _code(self, rank: int) -> str:

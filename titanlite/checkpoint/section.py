@@ -31,8 +31,8 @@ class Checkpoint:
     """Also keep steps that are multiples of this; 0: none."""
     memory_interval: int = 0
     """Steps between copies of the state in the memory of the node and of the next node, from which the run
-    resumes after a failure (docs/checkpoint.md). -1: as often as possible with a copy in flight for at most a
-    quarter of the time. 0: none."""
+    resumes after a failure (docs/checkpoint.md). -1: each copy is followed by a pause three times as long as
+    it took. 0: none."""
     load_step: int = -1
     """Step to go back to, once: the next start with the same value resumes from the newest checkpoint since.
     Later checkpoints move to `archived-<n>/`. -1: the newest."""

@@ -33,7 +33,7 @@ class Profiling:
     """Profiles of chosen steps: time by kernel, memory by allocation."""
 
     enable_profiling: bool = False
-    """Trace the last profiler_active steps of the first cycle of profile_freq steps."""
+    """Trace profiler_active steps once, up to the first step that is a multiple of profile_freq."""
     profiler: Literal["torch", "nsys"] = "torch"
     """`torch`: traces for ui.perfetto.dev in <dump_folder>/profile/, and a final table of the longest kernels
     in the log. `nsys`: NVTX and capture ranges, for `nsys profile -c cudaProfilerApi
@@ -41,11 +41,11 @@ class Profiling:
     enable_memory_snapshot: bool = False
     """Write the traced steps' allocations to <dump_folder>/profile/, for pytorch.org/memory_viz."""
     profile_freq: int = 10
-    """Steps per cycle; the trace ends with one."""
+    """The last traced step is a multiple of this."""
     profiler_warmup: int = 2
     """Steps before the trace in which the profiler already runs."""
     profiler_active: int = 1
-    """Steps of the trace."""
+    """Number of traced steps."""
     ranks: list[int] = field(default_factory=lambda: [0])
     """Ranks to trace."""
 
@@ -74,8 +74,8 @@ class Profiling:
             raise ConfigError(f"there is no rank {missing[0]} among {world_size}", "profiling.ranks")
 
     def last_traced(self, first_step: int, last_step: int) -> int:
-        """The last step of the trace of a run from `first_step` to `last_step`: of the first cycle whose
-        traced steps are all in the run; 0 if there is none."""
+        """The last traced step of a run from `first_step` to `last_step`: the first multiple of profile_freq
+        for which all traced steps are in the run; 0 if there is none."""
         end = -(-(first_step + self.profiler_active - 1) // self.profile_freq) * self.profile_freq
         return end if end <= last_step else 0
 
@@ -109,8 +109,8 @@ class Profiler:
                 schedule=lambda passed: self._action(first_step + passed), on_trace_ready=self._save_trace
             )
         if on:
-            last = self._last
-            logger.info(f"profiling up to step {last}" if last else "profiling: no cycle fits into this run")
+            none = f"no multiple of profile_freq = {config.profile_freq} fits into this run"
+            logger.info(f"profiling up to step {self._last}" if self._last else f"profiling: {none}")
 
     def __enter__(self) -> Profiler:
         if self._torch is not None:

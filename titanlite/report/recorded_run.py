@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePath
@@ -58,14 +59,12 @@ class RecordedStage(NamedTuple):
 
 
 class SavedCheckpoint(NamedTuple):
-    """A checkpoint of the run, from its manifest. `fault`: why it cannot be trusted, or empty.
-    `weights_digest`: empty if it is not known."""
+    """A checkpoint of the run, from its manifest. `weights_digest`: empty if the manifest has none."""
 
     step: int
     size_bytes: int
     num_ranks: int
-    fault: str
-    weights_digest: str = ""
+    weights_digest: str
 
 
 class RecordedLoads(NamedTuple):
@@ -385,22 +384,15 @@ def _samples(folder: PurePath, problems: list[str]) -> dict[int, list[str]]:
 
 
 def _checkpoints(folder: PurePath) -> list[SavedCheckpoint]:
-    """The checkpoints, without those that a run that goes on has deleted in the meantime."""
-    try:
-        found = [(path, _checkpoint(step, path)) for step, path in commit.list_committed(folder)]
-        return [saved for path, saved in found if not saved.fault or storage_of(path).is_folder(path)]
-    except (OSError, ValueError):
-        return []
-
-
-def _checkpoint(step: int, path: PurePath) -> SavedCheckpoint:
-    try:
-        reason = commit.fault(path, step) or ""
-        manifest = commit.read_manifest(path)
-        size = sum(digest.size for digest in commit.digests(manifest).values())
-        saved = SavedCheckpoint(step, size, manifest["ranks"], reason)
-        digests = manifest.get("digest")
-        text = digests.get("weights") if isinstance(digests, dict) and not reason else None
-        return saved._replace(weights_digest=text) if isinstance(text, str) else saved
-    except (OSError, ValueError, commit.CheckpointError) as e:
-        return SavedCheckpoint(step, 0, 0, str(e))
+    """The checkpoints whose manifest can be read; a run that goes on deletes old ones meanwhile."""
+    saved = list[SavedCheckpoint]()
+    with suppress(OSError, ValueError):
+        for step, path in commit.list_committed(folder):
+            with suppress(OSError, ValueError, commit.CheckpointError):
+                manifest = commit.read_manifest(path)
+                size = sum(digest.size for digest in commit.digests(manifest).values())
+                digests = manifest.get("digest")
+                text = digests.get("weights") if isinstance(digests, dict) else None
+                known = text if isinstance(text, str) else ""
+                saved.append(SavedCheckpoint(step, size, manifest["ranks"], known))
+    return saved

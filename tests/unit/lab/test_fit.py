@@ -294,6 +294,10 @@ def test_what_the_runs_do_not_tell_is_refused(capsys: Capture, tmp_path: Path, r
         (["--fit", "runs", "--gpus=8xH100"], "--gpus needs a CONFIG, which comes first"),
         (["--fit", "runs", "--training.steps=8"], "--training.steps=8 needs a CONFIG, which comes first"),
         (["--fit", "runs", "--flops=many"], "'many' is not a number of FLOPs such as 1e21"),
+        (
+            ["--fit", "runs", "--flops=1e31"],
+            "'1e31' is not a number of FLOPs such as 1e21; the largest is 1e+30",
+        ),
         (["--fit", "there/is/none"], "there/is/none is neither a run folder"),
         (["--fit"], "expected at least one argument"),
     ],

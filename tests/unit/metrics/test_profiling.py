@@ -44,7 +44,7 @@ def plan(first_step: int, last_step: int = 40, **config: Any) -> dict[str, list[
         (1, {"last_step": 9}, {}),
     ],
 )
-def test_the_last_steps_of_a_cycle_are_traced(first_step, config, wanted) -> None:
+def test_the_steps_up_to_a_multiple_are_traced(first_step, config, wanted) -> None:
     assert plan(first_step, **config) == wanted
 
 
@@ -133,7 +133,7 @@ def test_with_a_device_its_kernels_count() -> None:
         ({"profiler_warmup": -1}, "profiler_warmup"),
     ],
 )
-def test_steps_that_make_no_cycle_are_refused(config: dict[str, int], key: str) -> None:
+def test_steps_that_do_not_fit_are_refused(config: dict[str, int], key: str) -> None:
     with pytest.raises(ConfigError) as e:
         Profiling(**config)
     assert e.value.key == key
