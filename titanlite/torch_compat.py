@@ -441,8 +441,29 @@ def matmul_ops() -> set[Any]:
 
 
 def grouped_mm_ops() -> set[Any]:
-    """The operators of torch.nn.functional.grouped_mm."""
-    return {torch.ops.aten._grouped_mm.default}
+    """The operators of torch.nn.functional.grouped_mm and of its form for float8."""
+    return {torch.ops.aten._grouped_mm.default, torch.ops.aten._scaled_grouped_mm.default}
+
+
+def scaled_grouped_mm(
+    x8_RI: torch.Tensor,
+    weight8_EIO: torch.Tensor,
+    x_scale_R: torch.Tensor,
+    weight_scale_EO: torch.Tensor,
+    ends_E: torch.Tensor,
+) -> torch.Tensor:
+    """The products [R, O] of float8 rows with the matrix of their group in bfloat16. What is multiplied is
+    `x8 * x_scale` and `weight8 * weight_scale`. `weight8_EIO`: its dim I is contiguous in memory. The public
+    scaled_grouped_mm has names for its recipes that differ from version to version."""
+    return torch._scaled_grouped_mm(
+        x8_RI,
+        weight8_EIO,
+        x_scale_R,
+        weight_scale_EO,
+        offs=ends_E,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
 
 
 # ---- checkpoint files

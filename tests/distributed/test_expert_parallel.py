@@ -42,6 +42,10 @@ def layout(degree: int, *names: str, keys: tuple[str, ...] = (), ranks: int = 1)
 
 ALL_TO_ALL = ("--parallelism.expert_parallel_comm_backend=all_to_all",)
 GATHER = ("--parallelism.expert_parallel_comm_backend=gather",)
+FLOAT8 = (
+    *(f"--float8.{key}" for key in ("enable", "experts", "emulate", "recipe=rowwise")),
+    "--model.overrides.head_dim=16",
+)
 TWO_EXPERTS = ("--model.overrides.n_experts=2",)
 DEEPSEEK = (
     "--model.name=deepseek_v3",
@@ -74,6 +78,7 @@ LAYOUTS = {
         keys=("--activation_checkpoint.selective_ac_option=mlp",),
     ),
     "dp_shard 2, degree 2, fsdp_reduce micro_batch": layout(2, "dp_shard", "fsdp_reduce micro_batch"),
+    "dp_shard 2, degree 2, float8 in experts": layout(2, "dp_shard", keys=FLOAT8),
     "dp_shard 4, degree 2": layout(2, ranks=4),
     "dp_shard 4, degree 4": layout(4, ranks=4),
     "dp_shard 4, degree 2, reshard always": layout(2, "fsdp_reshard_after_forward always", ranks=4),

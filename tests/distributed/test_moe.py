@@ -103,6 +103,13 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "FSDP 2, float8 in attention": (
         2, ["--float8.enable", "--float8.emulate", "--float8.recipe=rowwise", "--model.overrides.head_dim=16"]
     ),
+    "FSDP 2, float8 in experts": (
+        2,
+        [
+            "--float8.enable", "--float8.emulate", "--float8.experts", "--model.overrides.head_dim=16",
+            "--model.overrides.moe_hidden_dim=32",
+        ],
+    ),
     "CP 2 x FSDP 2": (4, ["--parallelism.context_parallel_degree=2"]),
     "PP 2 x FSDP 2": (4, [PP]),
     "PP 2, zero bubble": (

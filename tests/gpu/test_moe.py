@@ -12,6 +12,7 @@ from tests.support.gpu import column, reference, run
 from titanlite.models.grouped_mm import grouped_loop, grouped_mm, grouped_mm_weight
 from titanlite.models.moe import MoE
 from titanlite.models.qwen3_moe import Qwen3MoE
+from titanlite.parallel.float8 import grouped_mm_by_rows
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -29,14 +30,29 @@ def test_grouped_products_equal_the_loop(sizes: list[int]) -> None:
     x = torch.randn(sum(sizes), 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(4, 48, 64, device="cuda", requires_grad=True)
     ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
-    out, wanted = grouped_mm(x, weight, ends), grouped_loop(x, weight.bfloat16(), ends)
+    out = grouped_mm(x, weight, ends)
+    wanted = grouped_loop(x.float(), weight.bfloat16().float(), ends)  # torch has no kernel for fp32
     g = torch.randn_like(out)
     actual = (out, *torch.autograd.grad(out, (x, weight), g))
-    for a, b in zip(actual, (wanted, *torch.autograd.grad(wanted, (x, weight), g)), strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=5e-2)
+    for a, b in zip(actual, (wanted, *torch.autograd.grad(wanted, (x, weight), g.float())), strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=5e-2)
     by_itself = grouped_mm_weight(g, x.detach(), ends).float()
     torch.testing.assert_close(by_itself, actual[2], rtol=2e-2, atol=5e-2)
     assert not actual[2][torch.tensor(sizes) == 0].any(), "an expert without rows has a gradient of 0"
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_float8_products_equal_the_emulated_ones(sizes: list[int], transposed: bool) -> None:
+    """As the forward computes them, and, with a transposed weight, as the backward does."""
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    x = torch.randn(sum(sizes), 64, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(4, 48, 64, device="cuda", dtype=torch.bfloat16)
+    weight = weight.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weight
+    ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
+    actual, wanted = (grouped_mm_by_rows(x, weight, ends, emulate) for emulate in (False, True))
+    torch.testing.assert_close(actual, wanted, rtol=2e-2, atol=5e-2)
 
 
 def layer() -> MoE:
@@ -93,6 +109,15 @@ def test_a_compiled_layer_equals_the_layer() -> None:
 def test_compile_and_recompute_give_the_same_loss(tmp_path: Path, corpus: Path, keys: list[str]) -> None:
     losses = column(run(tmp_path, corpus, *MODEL, *keys), "train/loss")
     assert losses == pytest.approx(column(reference(corpus, *MODEL), "train/loss"), rel=1e-2)  # bf16
+
+
+def test_experts_in_float8_train_like_those_in_bf16(tmp_path: Path, corpus: Path) -> None:
+    pytest.importorskip("torchao")
+    keys = [*MODEL, "--compile.enable", "--float8.enable", "--float8.recipe=rowwise"]
+    others = column(run(tmp_path, corpus, *keys, name="others"), "train/loss")
+    experts = column(run(tmp_path, corpus, *keys, "--float8.experts", name="experts"), "train/loss")
+    assert experts != others
+    assert experts == pytest.approx(others, rel=2e-2)
 
 
 def test_deterministic_runs_are_equal_to_the_bit(tmp_path: Path, corpus: Path) -> None:

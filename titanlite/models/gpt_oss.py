@@ -221,20 +221,20 @@ class _ClampedProduct(torch.autograd.Function):
         counts_E: torch.Tensor,
         *rest: Any,
     ) -> torch.Tensor:
-        gate_up_ED2F, gate_up_bias_E2F, down_EFD, down_bias_ED, limit, alpha = rest
+        gate_up_ED2F, gate_up_bias_E2F, down_EFD, down_bias_ED, limit, alpha, mm = rest
         num_chosen, ends_E = weights_NK.shape[1], counts_E.cumsum(0).int()
         expert_P = _expert_of_rows(ends_E, order_P)
         x_PD = h_ND.index_select(0, order_P // num_chosen)
-        gate_up_P2F = grouped_mm(x_PD, gate_up_ED2F.transpose(1, 2), ends_E)
+        gate_up_P2F = mm(x_PD, gate_up_ED2F.transpose(1, 2), ends_E)
         gate_up_P2F = gate_up_P2F + gate_up_bias_E2F.index_select(0, expert_P)
         weight_P1 = weights_NK.flatten().index_select(0, order_P)[:, None]
         hidden_PF = clamped(gate_up_P2F[:, ::2], gate_up_P2F[:, 1::2], limit, alpha)
-        y_PD = grouped_mm((hidden_PF * weight_P1).to(h_ND.dtype), down_EFD.transpose(1, 2), ends_E)
+        y_PD = mm((hidden_PF * weight_P1).to(h_ND.dtype), down_EFD.transpose(1, 2), ends_E)
         y_PD = (y_PD + down_bias_ED.index_select(0, expert_P) * weight_P1).to(h_ND.dtype)
         ctx.save_for_backward(
             h_ND, weights_NK, order_P, ends_E, gate_up_ED2F, down_EFD, down_bias_ED, gate_up_P2F
         )
-        ctx.limit, ctx.alpha = limit, alpha
+        ctx.limit, ctx.alpha, ctx.mm = limit, alpha, mm
         return sum_by_token(y_PD, places(order_P, weights_NK.numel()), num_chosen)
 
     @staticmethod
@@ -252,7 +252,7 @@ class _ClampedProduct(torch.autograd.Function):
         swiglu_PF = clamped(gate_PF, up_PF, ctx.limit, ctx.alpha)
 
         g_y_PD = g_ND.index_select(0, order_P // num_chosen)
-        g_hidden_PF = grouped_mm(g_y_PD, down_EFD, ends_E)
+        g_hidden_PF = ctx.mm(g_y_PD, down_EFD, ends_E)
         g_down = g_down_bias = g_weights = g_gate_up = g_gate_up_bias = g_h = None
         if needs_down:
             g_down = grouped_mm_weight((swiglu_PF * weight_P1).to(h_ND.dtype), g_y_PD, ends_E)
@@ -270,9 +270,9 @@ class _ClampedProduct(torch.autograd.Function):
         if needs_gate_up_bias:
             g_gate_up_bias = _sum_by_expert(g_P2F, ends_E)
         if needs_h:
-            g_x_PD = grouped_mm(g_P2F, gate_up_ED2F, ends_E)
+            g_x_PD = ctx.mm(g_P2F, gate_up_ED2F, ends_E)
             g_h = sum_by_token(g_x_PD, place_P, num_chosen)
-        return g_h, g_weights, None, None, g_gate_up, g_gate_up_bias, g_down, g_down_bias, None, None
+        return g_h, g_weights, None, None, g_gate_up, g_gate_up_bias, g_down, g_down_bias, None, None, None
 
 
 def _expert_of_rows(ends_E: torch.Tensor, order_P: torch.Tensor) -> torch.Tensor:
@@ -300,6 +300,7 @@ class ClampedExperts(Experts):
         self.gate_up_proj_bias = nn.Parameter(torch.empty(E, 2 * hidden))
         self.down_proj = nn.Parameter(torch.empty(E, hidden, D))
         self.down_proj_bias = nn.Parameter(torch.empty(E, D))
+        self.mm = grouped_mm
         self.product = self.clamped_product
 
     def clamped_product(
@@ -314,7 +315,7 @@ class ClampedExperts(Experts):
         moe.expert_product. `parameters`: of this rank's experts."""
         cast = [p.to(h_ND.dtype) for p in parameters]
         return _ClampedProduct.apply(
-            h_ND, weights_NK.float(), order_P, counts_E, *cast, self.limit, self.alpha
+            h_ND, weights_NK.float(), order_P, counts_E, *cast, self.limit, self.alpha, self.mm
         )
 
     def forward(

@@ -27,7 +27,7 @@ from titanlite.models.decoder import (
     RotaryDecoder,
     SelfAttention,
 )
-from titanlite.models.grouped_mm import grouped_mm, grouped_mm_weight
+from titanlite.models.grouped_mm import GroupedMM, grouped_mm, grouped_mm_weight
 from titanlite.models.load_balance import RouterLoad, RouterResults, is_load
 
 MULTIPLE = 8  # grouped products in bf16 need rows of a multiple of 16 bytes
@@ -140,23 +140,24 @@ class _ExpertProduct(torch.autograd.Function):
         weights_NK: torch.Tensor,
         order_P: torch.Tensor,
         counts_E: torch.Tensor,
-        gate_up_E2FD: torch.Tensor,
-        down_EDF: torch.Tensor,
+        *rest: Any,
     ) -> torch.Tensor:
+        gate_up_E2FD, down_EDF, mm = rest
         num_chosen, ends_E = weights_NK.shape[1], counts_E.cumsum(0).int()
         x_PD = h_ND.index_select(0, order_P // num_chosen)
-        gate_up_P2F = grouped_mm(x_PD, gate_up_E2FD, ends_E)
+        gate_up_P2F = mm(x_PD, gate_up_E2FD, ends_E)
         weight_P = weights_NK.flatten().index_select(0, order_P)
         gate_PF, up_PF = gate_up_P2F.chunk(2, dim=-1)
         hidden_PF = (F.silu(gate_PF) * up_PF * weight_P[:, None]).to(h_ND.dtype)
-        y_PD = grouped_mm(hidden_PF, down_EDF, ends_E)
+        y_PD = mm(hidden_PF, down_EDF, ends_E)
         ctx.save_for_backward(h_ND, weights_NK, order_P, ends_E, gate_up_E2FD, down_EDF, gate_up_P2F)
+        ctx.mm = mm
         return sum_by_token(y_PD, places(order_P, weights_NK.numel()), num_chosen)
 
     @staticmethod
     def backward(ctx: Any, g_ND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         h_ND, weights_NK, order_P, ends_E, gate_up_E2FD, down_EDF, gate_up_P2F = ctx.saved_tensors
-        needs_h, needs_weights, _, _, needs_gate_up, needs_down = ctx.needs_input_grad
+        needs_h, needs_weights, _, _, needs_gate_up, needs_down, _ = ctx.needs_input_grad
         num_chosen, place_P = weights_NK.shape[1], places(order_P, weights_NK.numel())
         order_P = recomputed_after(order_P, g_ND)
         weight_P1 = weights_NK.flatten().index_select(0, order_P)[:, None]
@@ -165,7 +166,7 @@ class _ExpertProduct(torch.autograd.Function):
         swiglu_PF = silu_PF * up_PF
 
         g_y_PD = g_ND.index_select(0, order_P // num_chosen)
-        g_hidden_PF = grouped_mm(g_y_PD, down_EDF.transpose(1, 2), ends_E)
+        g_hidden_PF = ctx.mm(g_y_PD, down_EDF.transpose(1, 2), ends_E)
         g_down = g_weights = g_gate_up = g_h = None
         if needs_down:
             hidden_PF = (swiglu_PF * weight_P1).to(h_ND.dtype)
@@ -179,9 +180,9 @@ class _ExpertProduct(torch.autograd.Function):
         if needs_gate_up:
             g_gate_up = grouped_mm_weight(g_P2F, h_ND.index_select(0, order_P // num_chosen), ends_E)
         if needs_h:
-            g_x_PD = grouped_mm(g_P2F, gate_up_E2FD.transpose(1, 2), ends_E)
+            g_x_PD = ctx.mm(g_P2F, gate_up_E2FD.transpose(1, 2), ends_E)
             g_h = sum_by_token(g_x_PD, place_P, num_chosen)
-        return g_h, g_weights, None, None, g_gate_up, g_down
+        return g_h, g_weights, None, None, g_gate_up, g_down, None
 
 
 def expert_product(
@@ -191,13 +192,16 @@ def expert_product(
     counts_E: torch.Tensor,
     gate_up_E2FD: torch.Tensor,
     down_EDF: torch.Tensor,
+    *,
+    mm: GroupedMM = grouped_mm,
 ) -> torch.Tensor:
     """The sums [N, D] of the outputs of each token's experts, times `weights_NK`. The output of an expert is
     down(silu(gate(x)) * up(x)). `order_P`: the numbers of the pairs, n * K + k, sorted by expert; pairs that
     are left out add nothing. `counts_E`: the pairs of each expert. Rows 0 to F - 1 of an expert's
-    `gate_up_E2FD` are the gate, the others the up projection."""
+    `gate_up_E2FD` are the gate, the others the up projection. `mm`: computes the products with the weights;
+    gradients of the weights are of the dtype of `h_ND` in any case."""
     gate_up_E2FD, down_EDF = gate_up_E2FD.to(h_ND.dtype), down_EDF.to(h_ND.dtype)
-    return _ExpertProduct.apply(h_ND, weights_NK.float(), order_P, counts_E, gate_up_E2FD, down_EDF)
+    return _ExpertProduct.apply(h_ND, weights_NK.float(), order_P, counts_E, gate_up_E2FD, down_EDF, mm)
 
 
 @torch.library.custom_op("titanlite::recomputed_after", mutates_args=())
@@ -233,14 +237,20 @@ def sum_by_token(y_RD: torch.Tensor, place_P: torch.Tensor, num_chosen: int) -> 
 
 
 class Experts(nn.Module):
-    """The SwiGLU experts of one layer, with stacked weights under the names of transformers 5."""
+    """The SwiGLU experts of one layer, with stacked weights under the names of transformers 5. `mm`: computes
+    the products with them; parallel/ may replace it before it replaces `product`."""
 
     def __init__(self, config: MoEConfig):
         super().__init__()
         E, D, hidden = config.n_experts, config.dim, config.moe_hidden_dim
         self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * hidden, D))
         self.down_proj = nn.Parameter(torch.empty(E, D, hidden))
-        self.product: Callable[..., torch.Tensor] = expert_product
+        self.mm: GroupedMM = grouped_mm
+        self.product: Callable[..., torch.Tensor] = self.swiglu_product
+
+    def swiglu_product(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """expert_product of `mm`."""
+        return expert_product(*inputs, mm=self.mm)
 
     def forward(
         self,

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,21 +21,31 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.log import logger
 from titanlite.models.base import Decoder
-from titanlite.torch_compat import float8_input_cast, float8_rowwise_parallel, is_float8_linear
+from titanlite.models.grouped_mm import grouped_loop
+from titanlite.models.moe import moe_layers_of
+from titanlite.torch_compat import (
+    float8_input_cast,
+    float8_rowwise_parallel,
+    is_float8_linear,
+    scaled_grouped_mm,
+)
 
 MULTIPLE = 16  # the hardware needs matrices whose dims are multiples of this
 
 
 @dataclass(frozen=True, kw_only=True)
 class Float8:
-    """Float8 for the blocks' linear layers, except experts and routers, on Ada, Hopper and newer GPUs. Needs
-    torchao: `pip install 'titanlite[float8]'`."""
+    """Float8 for the blocks' linear layers, except routers, on Ada, Hopper and newer GPUs. Needs torchao:
+    `pip install 'titanlite[float8]'`."""
 
     enable: bool = False
     """Use float8. Needs compile.enable, without which it is slower than bfloat16."""
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     """One scale per tensor (fastest); one per row of a matrix (more precise); or per row, with gradients of
     weights in bfloat16 (most precise)."""
+    experts: bool = False
+    """Also multiply with the weights of experts in float8, with one scale per row, on Hopper and newer GPUs.
+    Gradients of these weights are computed in bfloat16."""
     enable_fsdp_float8_all_gather: bool = True
     """With recipe tensorwise, FSDP gathers weights in float8: half of bfloat16's bytes."""
     filter_fqns: list[str] = field(default_factory=list)
@@ -83,7 +94,7 @@ class Float8:
         """Raises ConfigError if the device does not support the recipe."""
         if not self.enable or self.emulate:
             return
-        major, minor = (8, 9) if self.recipe == "tensorwise" else (9, 0)
+        major, minor = (8, 9) if self.recipe == "tensorwise" and not self.experts else (9, 0)
         actual = device.type
         if device.type == "cuda":
             capability = torch.cuda.get_device_capability(device)
@@ -91,7 +102,8 @@ class Float8:
                 return
             actual = "compute capability {}.{}".format(*capability)
         raise ConfigError(
-            f"{self.recipe} needs a CUDA device of compute capability {major}.{minor}, this is {actual}; "
+            f"{'experts' if self.experts else self.recipe} needs a CUDA device of compute capability "
+            f"{major}.{minor}, this is {actual}; "
             "float8.emulate = true computes the same slowly",
             "float8.enable",
         )
@@ -155,14 +167,65 @@ def apply_float8(net: Decoder, config: Float8, sharded: bool, ranks: int = 1) ->
     if not config.enable:
         return
     converted, excluded = split_layers(net, config, ranks)
+    check_experts(net, config)
     torchao = _torchao()
     recipe = replace(torchao.Float8LinearConfig.from_recipe_name(config.recipe), emulate=config.emulate)
     if config.gathers_float8 and sharded:
         recipe = replace(recipe, enable_fsdp_float8_all_gather=True)
     torchao.convert_to_float8_training(net, config=recipe, module_filter_fn=lambda _, name: name in converted)
-    others = f"{_summary(excluded)} and the head" if excluded else "the head"
-    others = f"experts, routers, {others}" if net.moe_layers() else others
-    logger.info(f"float8 {config.recipe}: {len(converted)} layers; not converted: {others}")
+    kept = [_summary(excluded)] if excluded else []
+    experts = [layer.experts for layer in moe_layers_of(net)]
+    if experts:
+        kept = ["routers" if config.experts else "experts, routers", *kept]
+    if config.experts:
+        for layer in experts:
+            layer.mm = partial(grouped_mm_by_rows, emulate=config.emulate)
+    others = " and ".join([", ".join(kept), "the head"] if kept else ["the head"])
+    number = f"{len(converted)} layers" + (f" and the experts of {len(experts)}" if config.experts else "")
+    logger.info(f"float8 {config.recipe}: {number}; not converted: {others}")
+
+
+def check_experts(net: Decoder, config: Float8) -> None:
+    """Raises ConfigError if the experts of the model cannot be computed in float8, or if it has none."""
+    if not config.experts:
+        return
+    layers = moe_layers_of(net)
+    if not layers:
+        raise ConfigError("the model has no experts", "float8.experts")
+    shapes = [weight.shape[1:] for weight in layers[0].experts.parameters() if weight.ndim == 3]
+    if any(size % MULTIPLE for shape in shapes for size in shape):
+        listed = " and ".join(f"{rows} x {columns}" for rows, columns in shapes)
+        raise ConfigError(
+            f"the matrices of an expert are {listed}, not multiples of {MULTIPLE}", "float8.experts"
+        )
+
+
+def grouped_mm_by_rows(
+    x_RI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor, emulate: bool = False
+) -> torch.Tensor:
+    """grouped_mm of rows and weights in float8 (e4m3), with one scale per row of `x_RI` and of each weight.
+    The scales are powers of two, as in torchao's recipe rowwise. `emulate`: multiply the same float8 numbers
+    in fp32, on any device."""
+    x8_RI, x_scale_R = _by_rows(x_RI)
+    weight8_EOI, weight_scale_EO = _by_rows(weight_EOI)
+    if emulate or not x_RI.shape[0]:
+        rounded_EOI = weight8_EOI.float() * weight_scale_EO[..., None]
+        out_RO = grouped_loop(x8_RI.float() * x_scale_R[:, None], rounded_EOI, ends_E)
+    else:
+        out_RO = scaled_grouped_mm(x8_RI, weight8_EOI.transpose(1, 2), x_scale_R, weight_scale_EO, ends_E)
+    return out_RO.to(x_RI.dtype)
+
+
+def _by_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values in float8 and the scale of each row, [...]; their product is about `values`, [..., I]."""
+    from torchao.float8 import float8_utils as torchao
+    from torchao.float8.config import ScalingGranularity
+
+    dtype = torch.float8_e4m3fn
+    granularity = {"scaling_granularity": ScalingGranularity.AXISWISE, "axiswise_dim": -1}
+    scale = torchao.tensor_to_scale(values, dtype, **granularity, round_scales_to_power_of_2=True)
+    rounded = torchao.to_fp8_saturated(values.float() * scale, dtype)
+    return rounded.contiguous(), scale.squeeze(-1).reciprocal()
 
 
 def shared_cast(module: nn.Module, config: Float8) -> Callable[[torch.Tensor], torch.Tensor] | None:

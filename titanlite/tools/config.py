@@ -33,7 +33,7 @@ from titanlite.options import take_flag, take_numbers
 from titanlite.parallel import dry_run
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.expert_loads import check_routers
-from titanlite.parallel.float8 import split_layers
+from titanlite.parallel.float8 import check_experts, split_layers
 from titanlite.parallel.pipeline_parallel import check_auxiliary_losses
 from titanlite.ranks import Ranks
 from titanlite.runtime.environment import set_library_defaults
@@ -93,6 +93,7 @@ def build_on_meta(job: Job) -> Decoder:
     job.optimizer.check(net, job.parallelism.tensor_parallel_degree)
     if job.float8.enable:
         split_layers(net, job.float8, job.parallelism.tensor_parallel_degree)
+        check_experts(net, job.float8)
     check_routers(net, job.moe)
     check_auxiliary_losses(net, job.parallelism.pipeline_parallel_degree)
     apply_activation_checkpoint(net, job.activation_checkpoint)

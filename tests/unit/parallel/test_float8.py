@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from functools import partial
 
@@ -16,9 +17,11 @@ from tests.support.tiers import full
 from titanlite.config.component import ConfigError
 from titanlite.losses import cross_entropy
 from titanlite.models.base import Decoder
+from titanlite.models.gpt_oss import GptOss
 from titanlite.models.llama3 import Llama3
+from titanlite.models.qwen3_moe import Qwen3MoE
 from titanlite.parallel.compile import Compile, apply_compile
-from titanlite.parallel.float8 import Float8, apply_float8
+from titanlite.parallel.float8 import Float8, apply_float8, grouped_mm_by_rows
 
 SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "hidden_dim": 64}
 SHAPE |= {"vocab_size": 99}
@@ -132,6 +135,68 @@ def test_a_device_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     Float8(enable=True).check_device(torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"rowwise needs .* 9\.0, this is compute capability 8\.9"):
         Float8(enable=True, recipe="rowwise").check_device(torch.device("cuda"))
+
+
+def in_float8(values: torch.Tensor) -> torch.Tensor:
+    """The values of a row, or of several with a common scale, after rounding to float8, in fp64."""
+    scale = 2.0 ** math.floor(math.log2(448 / values.abs().max().item()))
+    return (values * scale).to(torch.float8_e4m3fn).double() / scale
+
+
+def test_products_with_experts_have_a_scale_per_row() -> None:
+    """One row is a million times as large as the others. Control: with a common scale they would be lost."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((40, 32), (3, 48, 32)))
+    x[5] *= 1e6
+    ends = torch.tensor([24, 24, 40], dtype=torch.int32)
+    actual = grouped_mm_by_rows(x, weight, ends, emulate=True).double()
+    rounded = torch.stack([torch.stack([in_float8(row) for row in matrix]) for matrix in weight])
+    groups = [(slice(0, 24), 0), (slice(24, 40), 2)]
+    for rows, n in groups:
+        wanted = torch.stack([in_float8(row) for row in x[rows]]) @ rounded[n].T
+        torch.testing.assert_close(actual[rows], wanted, rtol=5e-3, atol=1e-2)
+        exact = x[rows].double() @ weight[n].double().T
+        assert ((actual[rows] - exact).norm(dim=1) < 0.06 * exact.norm(dim=1)).all()
+    small = torch.arange(24) != 5
+    assert (in_float8(x[:24]) - x[:24]).double()[small].norm() > 0.9 * x[:24].double()[small].norm()
+
+
+@pytest.mark.parametrize("family", [Qwen3MoE, GptOss])
+def test_gradients_of_experts_are_those_of_the_model_up_to_8_bits(
+    family: type[Qwen3MoE], caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = {"n_layers": 2, "n_experts": 4, "moe_hidden_dim": 48}
+
+    def results(**keys: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        net = family(flavor="debug", overrides=shape).build().to_empty(device="cpu")
+        for p in net.parameters():
+            nn.init.normal_(p, std=0.1)
+        for b in net.buffers():
+            b.zero_()
+        net.bfloat16()
+        apply_float8(net, Float8(emulate=True, filter_fqns=["q_proj"], **keys), sharded=False)
+        tokens = torch.arange(32).reshape(2, 16)
+        net(tokens, head_fn=partial(cross_entropy, targets_BT=tokens)).backward()
+        return torch.cat([p.grad.flatten() for name, p in net.named_parameters() if ".experts." in name])
+
+    others, all_layers = results(enable=True), results(enable=True, experts=True)
+    assert "experts, routers, 2 x self_attn.q_proj and the head" in caplog.messages[0]
+    assert "6 layers and the experts of 2; not converted: routers, 2 x" in caplog.messages[1]
+    error = ((all_layers - others).norm() / others.norm()).item()
+    assert 0.01 < error < 0.3
+
+
+def test_experts_that_the_hardware_cannot_multiply_and_models_without_any_are_refused() -> None:
+    config = Float8(enable=True, emulate=True, experts=True)
+    with pytest.raises(ConfigError, match="the model has no experts") as e:
+        apply_float8(build(), config, sharded=False)
+    assert e.value.key == "float8.experts"
+    net = Qwen3MoE(flavor="debug", overrides={"moe_hidden_dim": 24}).build()
+    with pytest.raises(ConfigError, match="of an expert are 48 x 128 and 128 x 24, not"):
+        apply_float8(net, config, sharded=False)
+    with pytest.raises(ConfigError, match=r"experts needs a CUDA device .* 9\.0, this is cpu"):
+        Float8(enable=True, experts=True).check_device(torch.device("cpu"))
 
 
 def test_without_torchao_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
