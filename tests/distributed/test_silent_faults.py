@@ -120,7 +120,7 @@ def events(run_folder: Path) -> list[dict[str, Any]]:
         full(3, ["--activation_checkpoint.mode=full", "--compile.enable"], "embedding", 99, [1]),
         full(4, [f"{REPLICAS}2"], "output", 1, [1]),
         full(2, ["--training.local_batch_size=2"], "output", 1, [1]),
-        (2, [], "gradient", 99, [0, 1]),
+        full(2, [], "gradient", 99, [0, 1]),
         full(2, [f"{REPLICAS}2"], "weight", 99, [0, 1]),
     ],
 )
@@ -183,6 +183,7 @@ def test_checks_for_faults_change_nothing(
     assert all(event["event"] != "fault" for event in events(checked.folder))
 
 
+@pytest.mark.full
 def test_a_fault_in_a_step_without_a_check_is_not_found(
     tmp_path: Path, corpus: Path, run_on: Callable[..., Any]
 ) -> None:
@@ -204,6 +205,7 @@ def test_the_same_command_continues_from_before_the_fault(tmp_path: Path, corpus
     assert_same(*jobs)
 
 
+@pytest.mark.full
 def test_retention_keeps_a_checkpoint_of_the_check_before(tmp_path: Path, corpus: Path) -> None:
     """The fault is found after step 16, the last one of steps that are all saved."""
     keys = [*KEYS, "--guard.fault_check_freq=8", "--checkpoint.keep_latest_k=2", "--training.steps=16"]

@@ -428,6 +428,7 @@ def test_a_checkpoint_whose_file_was_deleted_is_quarantined(folder: PurePath) ->
 # ---- lists that are old, requests that arrive twice
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("keeps", [True, False], ids=["", "the control"])
 def test_an_old_list_loses_nothing(
     proxy: FaultyProxy, run_folder: PurePath, monkeypatch: pytest.MonkeyPatch, keeps: bool
@@ -467,6 +468,7 @@ def test_an_old_list_loses_nothing(
     assert storage.read(metrics) == b"1\n2\n3\n"
 
 
+@pytest.mark.full
 def test_requests_that_arrive_twice_change_nothing(
     proxy: FaultyProxy, run_folder: PurePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -527,19 +529,20 @@ def prepared(folder: PurePath, case: str) -> dict[str, Any]:
     return {"keep_latest_k": 3, "load_step": 3 if case == "rewind" else -1}
 
 
-CASES = [(case, before, 1) for case in ("leftovers", "damaged", "rewind") for before in (True, False)]
+CASES = [(case, before) for case in ("leftovers", "damaged", "rewind") for before in (True, False)]
 
 
-@pytest.mark.parametrize(("case", "before", "stride"), [("damaged", False, 9), *(full(*c) for c in CASES)])
+@pytest.mark.full
+@pytest.mark.parametrize(("case", "before"), CASES)
 def test_a_kill_at_any_request_of_a_start_loses_nothing(
-    folder: PurePath, case: str, before: bool, stride: int, monkeypatch: pytest.MonkeyPatch
+    folder: PurePath, case: str, before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A resume with its quarantine or rewind, two saves and retention. `stride`: from kill to kill."""
+    """A resume with its quarantine or rewind, two saves and retention."""
     monkeypatch.setattr(object_store, "ABANDONED", timedelta(0))
     config = prepared(folder / "whole", case)
     go(folder / "whole", 6, **config)
     steps = committed(folder / "whole")
-    for number in itertools.count(1, stride):
+    for number in itertools.count(1):
         run = folder / str(number)
         config = prepared(run, case)
         done = ends_by_itself(partial(go, run, 6, **config), number, before)

@@ -16,6 +16,7 @@ import pytest
 from tests.support.buckets import Server
 from tests.support.checkpoints import Toy, open_run
 from tests.support.counted_bytes import CountedBytes
+from tests.support.tiers import full
 from titanlite import bucket_objects, object_store
 from titanlite.checkpoint import commit, node_copies
 from titanlite.checkpoint.commit import Damaged
@@ -77,7 +78,7 @@ def test_a_resume_reads_each_byte_once(
     assert not list((tmp_path / "node").iterdir())
 
 
-@pytest.mark.parametrize("room", [0, 1 << 60], ids=["copied", "in place"])
+@pytest.mark.parametrize("room", [0, full(1 << 60)], ids=["copied", "in place"])
 def test_a_damaged_shard_is_found_before_it_is_used(
     run_folder: PurePath, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +118,7 @@ def test_ranks_of_a_node_share_the_copies(
     assert not list((tmp_path / "node").iterdir())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_supported", [True, False], ids=["reserved", "unsupported"])
 def test_copies_that_begin_together_leave_the_room_free(
     run_folder: PurePath, is_supported: bool, monkeypatch: pytest.MonkeyPatch
@@ -170,6 +172,7 @@ def test_a_copy_has_one_block_in_memory(tmp_path: Path, monkeypatch: pytest.Monk
     assert 4 << 20 < peak < 6 << 20
 
 
+@pytest.mark.full
 def test_copies_that_a_killed_start_has_left_are_deleted(run_folder: PurePath, tmp_path: Path) -> None:
     path = run_folder / "checkpoint/step-2"
     manifest, ranks = commit.read_manifest(path), Ranks(path, alone=True)

@@ -16,6 +16,7 @@ import torch
 
 from tests.support import ranks
 from tests.support.checkpoints import Toy, flip, flip_a_shard, sharded_toy, start_run
+from tests.support.tiers import full
 from titanlite.checkpoint import checkpointer, commit
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.memory import NodeMemory, in_use, memory_folder
@@ -321,7 +322,9 @@ def two_nodes(folder: Path, seed: int, num_steps: int) -> tuple[int, list[torch.
 
 
 @pytest.mark.parametrize(
-    ("lost", "step"), [([], 3), ([0], 3), ([1], 3), ([0, 1], 1)], ids=["none", "first", "second", "both"]
+    ("lost", "step"),
+    [full([], 3), ([0], 3), full([1], 3), full([0, 1], 1)],
+    ids=["none", "first", "second", "both"],
 )
 def test_a_copy_survives_the_loss_of_one_node(tmp_path: Path, lost: list[int], step: int) -> None:
     killed = ranks.run(2, two_nodes, tmp_path, 0, 3)
@@ -352,6 +355,7 @@ def test_the_node_that_is_left_goes_on_alone(tmp_path: Path) -> None:
         assert torch.equal(value, torch.cat([first, second]) if value.ndim else first)
 
 
+@pytest.mark.full
 def test_a_node_that_joins_gets_its_shards_from_the_others(tmp_path: Path) -> None:
     killed = ranks.run(2, two_nodes, tmp_path, 0, 3)
     starts = ranks.run(3, two_nodes, tmp_path, 1, 0)
@@ -371,6 +375,7 @@ def test_a_shard_that_is_damaged_on_one_node_comes_from_the_other(tmp_path: Path
     assert all(all(map(torch.equal, a, b)) for (_, a), (_, b) in zip(starts, killed))
 
 
+@pytest.mark.full
 def test_a_shard_that_is_damaged_on_both_nodes_is_not_used(tmp_path: Path) -> None:
     ranks.run(2, two_nodes, tmp_path, 0, 3)
     for node in range(2):

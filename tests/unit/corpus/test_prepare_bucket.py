@@ -350,7 +350,8 @@ def test_another_machine_continues(
     assert objects(output) == reference
 
 
-@pytest.mark.parametrize("number", sampled(range(4, 44, 4), [32]))
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(4, 44, 4))
 def test_a_killed_worker_is_repeated(
     raw: Path,
     output: PurePath,
@@ -394,6 +395,7 @@ def test_a_process_that_is_killed_leaves_its_work_to_the_next(
 # ---- other commands, other input
 
 
+@pytest.mark.full
 def test_another_command_waits_its_turn(
     raw: Path, output: PurePath, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -457,6 +459,7 @@ def test_a_shard_that_was_changed_is_made_again(
     assert objects(output) == reference
 
 
+@pytest.mark.full
 def test_an_object_that_changes_is_one_line(
     raw: Path, output: PurePath, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -585,6 +588,7 @@ def test_refused_credentials_are_one_line(
     assert "another-secret" not in error
 
 
+@pytest.mark.full
 def test_a_full_bucket_ends_the_command_which_then_continues(
     raw: Path,
     output: PurePath,

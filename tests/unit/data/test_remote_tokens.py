@@ -233,6 +233,7 @@ def test_a_cold_start_waits_for_the_first_sequences_only(corpora: list[Path], tm
     assert len(take_reads(corpora[1])) <= 14
 
 
+@pytest.mark.full
 def test_runs_that_share_a_cache_keep_its_bound_and_read_each_others_sequences(
     corpora: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +290,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_shards, "MAX_DELAY_S", 0.02)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", [{"error": [".bin"]}, {"short": True}])
 def test_a_fault_that_passes_costs_time_only(corpus: Path, tmp_path: Path, fault: dict[str, Any]) -> None:
     expected = local_hashes([corpus], tmp_path / "local", order_of(), 5)
@@ -376,6 +378,7 @@ def test_a_wrong_size_and_a_missing_object_are_named_at_the_start(corpus: Path, 
         build([url(corpus)], tmp_path / "b")
 
 
+@pytest.mark.full
 def test_a_damaged_entry_of_the_cache_is_downloaded_again(corpus: Path, tmp_path: Path) -> None:
     expected = local_hashes([corpus], tmp_path / "local", order_of(), 10)
     with node(build([url(corpus)], tmp_path), tmp_path / "sequences", LARGE, order_of()) as made:
