@@ -24,7 +24,10 @@ CONTROLS = [  # run, changed setting; the comment is the largest difference foun
 ]
 
 
-@pytest.mark.parametrize("name", sampled(golden.RUNS, golden.TINY))
+# Those of families that add code of their own; the others are the same code with other settings.
+@pytest.mark.parametrize(
+    "name", sampled(golden.RUNS, golden.TINY.keys() - {"qwen2", "qwen3", "mistral", "olmo3", "olmoe"})
+)
 def test_losses_and_data_are_the_golden_ones(name: str, tmp_path: Path) -> None:
     actual = golden.losses(golden.make(name, tmp_path))
     differences = golden.differences(actual, golden.stored()[name]["steps"])

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.tiers import full
 from titanlite import losses
 from titanlite.config.component import ConfigError
 from titanlite.config.shipped import find_config
@@ -166,7 +167,7 @@ SOFTCAP = 3.0  # of logits with a standard deviation of 6
 
 @backends
 @pytest.mark.parametrize("multiplier", [0.0, 0.02], ids=["", "z-loss"])
-@pytest.mark.parametrize("name", ["whole", "chunks"])
+@pytest.mark.parametrize("name", [full("whole"), "chunks"])
 def test_a_soft_cap_has_the_gradient_of_its_formula(
     name: str, multiplier: float, backend: str | None, request: pytest.FixtureRequest
 ) -> None:

@@ -25,6 +25,7 @@ import pytest
 
 from tests.support.counted_storage import plant, take_reads, url
 from tests.support.datasets import FakeTokenizer, write_dataset
+from tests.support.tiers import full
 from titanlite import cli
 from titanlite.config.component import ConfigError, Unreadable
 from titanlite.corpus.write_shards import write_shards
@@ -121,7 +122,7 @@ def local_hashes(
     return [[next(loader).hash for loader in loaders] for _ in range(count)]
 
 
-@pytest.mark.parametrize("packing", ["chunk", "best_fit"])
+@pytest.mark.parametrize("packing", ["chunk", full("best_fit")])
 def test_batches_equal_those_of_local_files_with_any_ranks_and_after_a_resume(
     corpora: list[Path], tmp_path: Path, packing: str
 ) -> None:
