@@ -21,12 +21,13 @@ Options of the release follow the name of a configuration. Worth trying on its b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from olmo_core.config import Config, DType
 from olmo_core.data import NumpyDataLoaderConfig, NumpyFSLDatasetConfig, TokenizerConfig
 from olmo_core.distributed.parallel import DataParallelType
+from olmo_core.float8 import AOFloat8LinearConfig, Float8Config
 from olmo_core.nn.attention import AttentionBackendName
 from olmo_core.nn.layer_norm import LayerNormType
 from olmo_core.nn.transformer import TransformerConfig
@@ -46,6 +47,7 @@ class Work:
     batch: int
     seq_len: int
     lr: float
+    float8: bool = False
 
 
 @dataclass
@@ -90,6 +92,7 @@ def experiment(work: Work, *, ranks: int, steps: int, folder: Path) -> Experimen
             dp_config=TransformerDataParallelConfig(
                 name=DataParallelType.fsdp, param_dtype=DType.bfloat16, reduce_dtype=DType.float32
             ),
+            float8_config=Float8Config(enabled=work.float8, ao=AOFloat8LinearConfig.recommended()),
             max_grad_norm=1.0,
             scheduler=CosWithWarmup(warmup_steps=10),
         ),
@@ -126,6 +129,18 @@ def llama3_1b() -> Work:
 def llama3_8b() -> Work:
     """Llama 3.1 8B."""
     return Work(TransformerConfig.llama3_8B(VOCABULARY, attn_backend=TORCH), batch=1, seq_len=8192, lr=3e-4)
+
+
+def float8(config: Callable[[], Work]) -> Callable[[], Work]:
+    """NAME_float8: the matrix products of all layers in float8 with the settings that the release recommends
+    and its scripts use (tensorwise, all-gathers in float8, too), and the head in bf16. It needs torchao, for
+    which the release asks in version 0.15.0."""
+
+    def changed() -> Work:
+        return replace(config(), float8=True)
+
+    changed.__name__ = f"{config.__name__}_float8"
+    return changed
 
 
 def qwen3_0_6b() -> Work:
@@ -170,5 +185,8 @@ def debug() -> Work:
 
 CONFIGS: dict[str, Callable[[], Work]] = {
     config.__name__: config
-    for config in (llama3_125m, llama3_1b, llama3_8b, qwen3_0_6b, qwen3_30b_a3b_8layers, debug)
-}
+    for config in (
+        llama3_125m, llama3_1b, float8(llama3_1b), llama3_8b, float8(llama3_8b), qwen3_0_6b,
+        qwen3_30b_a3b_8layers, debug, float8(debug),
+    )
+}  # fmt: skip

@@ -67,10 +67,9 @@ def train(options: argparse.Namespace, overrides: list[str]) -> None:
     model = config.model.build(init_device="meta")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     changed = any(override.lstrip("-").startswith("model.") for override in overrides)
-    if not changed and parameters != PARAMETERS.get(options.config, parameters):
-        raise SystemExit(
-            f"{options.config} has {parameters:,} parameters, titanlite's {PARAMETERS[options.config]:,}"
-        )
+    ours = PARAMETERS.get(options.config.removesuffix("_float8"), parameters)
+    if parameters != ours and not changed:
+        raise SystemExit(f"{options.config} has {parameters:,} parameters, titanlite's model {ours:,}")
     if get_rank() == 0:
         about = f"torch {torch.__version__}, {parameters:,} parameters"
         print(f"olmo_core_peer: {about}: {'; '.join(CHANGES) or 'no changes'}", flush=True)
