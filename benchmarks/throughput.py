@@ -28,7 +28,7 @@ TORCHTITAN_PEER and OLMO_CORE_PEER name folders with the programs and what titan
         dill==0.4.1 liger-kernel==0.6.4
 
 All are pure Python: the folders may be copied to a machine without network, and `pip download` with the same
-names gives wheels to unpack into them. OLMo-core also imports pandas, requests and rich. liger-kernel is for
+names gives wheels to unpack into them. OLMo-core also imports requests, rich and pyyaml. liger-kernel is for
 its `fused_linear` loss. `tokenizers` and, for float8, `torchao` come with titanlite[float8,tokenizer].
 
 With `--before` another checkout of titanlite, for example an older commit, runs in turns with this one.

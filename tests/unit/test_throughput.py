@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import titanlite.job  # noqa: F401  (registers the model families)
 from benchmarks import throughput
-from benchmarks.olmo_core_peer import PARAMETERS
+from benchmarks.olmo_core_peer import PARAMETERS, compat
 from benchmarks.throughput import RESERVED, TPS
 from titanlite.models.base import ModelFamily
 
@@ -128,6 +129,21 @@ def test_titanlites_parameters(config: str) -> None:
     choice: Any = ModelFamily.choices[family]
     model = choice(flavor=flavor, overrides=overrides).build_on_meta()
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[config]
+
+
+@pytest.mark.parametrize("trans_b", [False, True])
+def test_the_stand_in_for_grouped_gemm(trans_b: bool) -> None:
+    sizes = [8, 0, 24]
+    rows = torch.randn(32, 16, requires_grad=True)
+    weights = torch.randn(3, *((24, 16) if trans_b else (16, 24)), requires_grad=True)
+    products = compat.grouped_mm(rows, weights, torch.tensor(sizes), trans_b=trans_b)
+    groups = zip(rows.split(sizes), weights.transpose(1, 2) if trans_b else weights)
+    expected = torch.cat([group @ weight for group, weight in groups])
+    torch.testing.assert_close(products, expected)
+    loss, same = products.square().sum(), expected.square().sum()
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, (rows, weights)), torch.autograd.grad(same, (rows, weights))
+    )
 
 
 def test_a_result_repeats_its_configurations_of_torchtitan() -> None:
