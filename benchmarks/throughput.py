@@ -124,8 +124,9 @@ def main() -> None:
         # After each round: earlier rounds are not lost if a limit on the time ends this program.
         write_result(options.output, {**result, "runs": runs}, "torch", "torchao", "flash-attn-4")
     print(json.dumps(result))
-    if options.peer and not result["ratios_to"]:
-        sys.exit("no configuration of a peer ran; the logs are in the output")
+    missing = {split(peer)[0] for peer in options.peer or ()} - set(result.get("ratios_to", ()))
+    if missing:
+        sys.exit(f"no configuration of {' and '.join(sorted(missing))} ran; the logs are in the output")
 
 
 def run_round(options: argparse.Namespace, overrides: list[str], runs: list[dict[str, Any]]) -> None:
