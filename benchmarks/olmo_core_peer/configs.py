@@ -15,7 +15,8 @@ Options of the release follow the name of a configuration. Worth trying on its b
 
     --model.lm_head.loss_implementation=fused_linear    Liger's loss, as the scripts for OLMo-hybrid
     --train_module.dp_config.wrapping_strategy=blocks   as the scripts for OLMo 3
-    --train_module.dp_config.prefetch_factor=1          as the scripts for OLMoE2
+    --train_module.dp_config.prefetch_factor=1          several GPUs, as the scripts for OLMoE2
+    --train_module.dp_config=null --train_module.autocast_precision=bfloat16    one GPU, no FSDP
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ def train(options: argparse.Namespace, overrides: list[str]) -> None:
     if options.config not in CONFIGS:
         raise SystemExit(f"unknown configuration {options.config}: {', '.join(CONFIGS)}")
     if options.cudnn_attention:
-        torch.backends.cuda.enable_flash_sdp(False)
-        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        for other in ("flash", "mem_efficient", "math"):
+            getattr(torch.backends.cuda, f"enable_{other}_sdp")(False)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     prepare_training_environment(backend=backend, shared_filesystem=True)
     work = CONFIGS[options.config]()
