@@ -1,37 +1,41 @@
 """Tokens/s, MFU and peak memory of a training configuration, measured with the real trainer on real text;
-optionally compared with torchtitan 0.3.0 or with another checkout of titanlite.
+optionally compared with torchtitan 0.3.0, OLMo-core 3.0.0 or another checkout of titanlite.
 
     python benchmarks/throughput.py train_configs/llama3_1b.toml --ngpu 1 [--section.key=value ...]
         --output benchmarks/results/NAME.json [--before CHECKOUT]
         [--peer llama3_1b --peer "llama3_1b_sdpa --training.local_batch_size 16" ...]
+        [--peer olmo_core:llama3_1b ...]
     python benchmarks/throughput.py benchmarks/results/NAME.json --output AGAIN.json [--rounds 2]
 
 Tokenizer and data are replaced by the shipped ones (the standard library's source), so that nothing has to be
 downloaded. The model, its vocabulary and the kernels are those of the configuration. Medians are over the
 reports after the first `--skip` steps. The output includes the raw reports and the environment.
 
-Each `--peer` names a configuration of benchmarks/torchtitan_peer/config_registry.py; options of torchtitan
-may follow it. The trainers run in turns, all of torchtitan's configurations first, `--rounds` times each. The
-ratios are to torchtitan's configuration with the highest median of tokens/s. torchtitan trains on random
-tokens; its MFU is computed from its tokens/s with titanlite's FLOP formula. A run of torchtitan that fails is
-repeated once with `--training.disable_cuda_graphs`; its later rounds have no CUDA graphs from the start.
-`cuda_graphs` in the output says which runs recorded one. A configuration that fails again is left out, with
-its log in the output.
+Each `--peer` names a configuration of benchmarks/torchtitan_peer/config_registry.py or, after `olmo_core:`,
+of benchmarks/olmo_core_peer/configs.py; options of that program may follow it. The trainers run in turns, all
+peers first, `--rounds` times each. `peers` in the output says which program each is, and `torchtitan` and
+`olmo_core` their versions. `ratios_to` has the ratios to each program's configuration with the highest median
+of tokens/s; `ratios` are those to torchtitan. The peers train on random tokens; their MFU is computed from
+their tokens/s with titanlite's FLOP formula. A run of torchtitan that fails is repeated once with
+`--training.disable_cuda_graphs`; its later rounds have no CUDA graphs from the start. `cuda_graphs` in the
+output says which runs recorded one. A configuration that fails again is left out, with its log in the output.
 
-TORCHTITAN_PEER names a folder with torchtitan and what titanlite does not need itself:
+TORCHTITAN_PEER and OLMO_CORE_PEER name folders with the programs and what titanlite does not need itself:
 
     pip install --no-deps --target FOLDER torchtitan==0.3.0 spmd_types==0.2.3 torch_checkpointing==0.1.1
         torchdata==0.11.0 tyro==1.0.17 typeguard==4.6.1 docstring_parser==0.18.0 shtab==1.13.0
+    pip install --no-deps --target FOLDER ai2-olmo-core==3.0.0 dataclass-extensions==0.5.0 bettermap==1.3.1
+        dill==0.4.1 liger-kernel==0.6.4
 
-All are pure Python: the folder may be copied to a machine without network, and `pip download` with the same
-names gives wheels to unpack into it. `tokenizers` and, for float8, `torchao` come with
-titanlite[float8,tokenizer].
+All are pure Python: the folders may be copied to a machine without network, and `pip download` with the same
+names gives wheels to unpack into them. OLMo-core also imports requests, rich and pyyaml. liger-kernel is for
+its `fused_linear` loss. `tokenizers` and, for float8, `torchao` come with titanlite[float8,tokenizer].
 
 With `--before` another checkout of titanlite, for example an older commit, runs in turns with this one.
 
 In place of a configuration, a result of this program repeats its measurement: the configuration in
-train_configs/, the overrides, the number of GPUs, of steps and of rounds, and torchtitan's configurations if
-it had any. Results beside torchtitan 0.2.2 need `--peer`.
+train_configs/, the overrides, the number of GPUs, of steps and of rounds, and the peers if it had any.
+Results beside torchtitan 0.2.2 need `--peer`.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -75,6 +80,22 @@ RESERVED = "memory/peak_reserved_gib"
 KEYS = (TPS, MFU, RESERVED, "memory/peak_allocated_gib", "time/step_s", "time/data_wait_pct")
 
 
+@dataclass(frozen=True)
+class Program:
+    """A trainer of another project, started by benchmarks/NAME_peer/train.py."""
+
+    package: str
+    folder: str
+    """The variable of the environment that names the folder with its packages."""
+    cuda_graphs: bool
+
+
+PROGRAMS = {
+    "torchtitan": Program("torchtitan", "TORCHTITAN_PEER", cuda_graphs=True),
+    "olmo_core": Program("ai2-olmo-core", "OLMO_CORE_PEER", cuda_graphs=False),
+}
+
+
 def main() -> None:
     """Run all rounds and write the summary."""
     parser = argparse.ArgumentParser(
@@ -85,7 +106,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="by default 30")
     parser.add_argument("--skip", type=int, help="steps before the first report that counts; by default 10")
     parser.add_argument(
-        "--peer", action="append", help="measure this configuration of torchtitan in turns with titanlite"
+        "--peer", action="append", help="measure this configuration of a peer in turns with titanlite"
     )
     parser.add_argument(
         "--before", type=Path, help="measure this checkout of titanlite in turns with this one"
@@ -103,12 +124,13 @@ def main() -> None:
         # After each round: earlier rounds are not lost if a limit on the time ends this program.
         write_result(options.output, {**result, "runs": runs}, "torch", "torchao", "flash-attn-4")
     print(json.dumps(result))
-    if options.peer and "ratios" not in result:
-        sys.exit("no configuration of torchtitan ran; its logs are in the output")
+    missing = {split(peer)[0] for peer in options.peer or ()} - set(result.get("ratios_to", ()))
+    if missing:
+        sys.exit(f"no configuration of {' and '.join(sorted(missing))} ran; the logs are in the output")
 
 
 def run_round(options: argparse.Namespace, overrides: list[str], runs: list[dict[str, Any]]) -> None:
-    """Add a run of each trainer to `runs`, without the configurations of torchtitan that failed before."""
+    """Add a run of each trainer to `runs`, without the peers that failed before."""
     for peer in options.peer or ():
         earlier = [run for run in runs if run.get("peer") == peer]
         if any("failed" in run for run in earlier):
@@ -116,7 +138,7 @@ def run_round(options: argparse.Namespace, overrides: list[str], runs: list[dict
         graphs = not any("failed_with_cuda_graphs" in run for run in earlier)
         runs.append(measure_peer(options, peer, graphs))
         if "failed" in runs[-1]:
-            print(f"{peer}: torchtitan failed: {runs[-1]['failed']}", flush=True)
+            print(f"{peer}: {runs[-1]['trainer']} failed: {runs[-1]['failed']}", flush=True)
         else:
             print(json.dumps(peer_medians(runs[-1:])), flush=True)
     if options.before is not None:
@@ -136,15 +158,20 @@ def summary(options: argparse.Namespace, overrides: list[str], runs: list[dict[s
         "medians": ours,
     }
     if options.peer:
-        peers = peer_medians(runs)
-        result |= {"torchtitan": peer_version(), "peers": peers}
-        if peers:
-            result["fastest_peer"] = fastest(peers)
-            theirs = peers[result["fastest_peer"]]
-            if MFU in ours:  # the same model and formula
-                for measured in peers.values():
-                    measured[MFU] = ours[MFU] * measured[TPS] / ours[TPS]
-            result["ratios"] = {key: ours[key] / theirs[key] for key in (TPS, RESERVED) if key in ours}
+        peers, result["ratios_to"] = peer_medians(runs), {}
+        for program in dict.fromkeys(split(peer)[0] for peer in options.peer):
+            result[program] = peer_version(program)
+            ran = {peer: measured for peer, measured in peers.items() if measured["program"] == program}
+            if ran:
+                theirs = ran[best := fastest(ran)]
+                ratios = {key: ours[key] / theirs[key] for key in (TPS, RESERVED) if key in ours}
+                result["ratios_to"][program] = {"peer": best, **ratios}
+                if program == "torchtitan":
+                    result |= {"fastest_peer": best, "ratios": ratios}
+        if MFU in ours:  # the same model and formula
+            for measured in peers.values():
+                measured[MFU] = ours[MFU] * measured[TPS] / ours[TPS]
+        result["peers"] = peers
     if options.before is not None:
         before = medians(runs, "before")
         result |= {
@@ -214,37 +241,49 @@ def measure(
     return {"trainer": "titanlite", "wall_s": wall_s, "env": ran_on, "counted": counted, "reports": reports}
 
 
+def split(peer: str) -> tuple[str, str]:
+    """Return a peer's program, and its configuration with its options."""
+    named = re.match(r"(\w+):(.*)", peer)
+    program, rest = named.groups() if named else ("torchtitan", peer)
+    if program not in PROGRAMS:
+        sys.exit(f"--peer {peer}: no program {program}, only {', '.join(PROGRAMS)}")
+    return program, rest
+
+
 def peer_command(
     peer: str, ngpu: int, folder: Path | str, *arguments: str
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the command and the environment of a run of torchtitan.
+    """Return the command and the environment of a run of a peer.
 
     Args:
-        peer: the name of a configuration of torchtitan_peer, then options of torchtitan
-        folder: for torchtitan's output
-        arguments: more options of torchtitan, before those in `peer`
+        peer: what `--peer` takes
+        folder: for the peer's output
+        arguments: more options of the peer, before those in `peer`
     """
-    if "TORCHTITAN_PEER" not in os.environ:
-        sys.exit("--peer needs TORCHTITAN_PEER, a folder with torchtitan 0.3.0: see benchmarks/throughput.py")
-    paths = [str(ROOT), os.environ["TORCHTITAN_PEER"], os.environ.get("PYTHONPATH", "")]
-    name, *options = shlex.split(peer)
+    program, rest = split(peer)
+    variable = PROGRAMS[program].folder
+    if variable not in os.environ:
+        sys.exit(f"--peer {peer} needs {variable}, a folder with packages: see benchmarks/throughput.py")
+    paths = [str(ROOT), os.environ[variable], os.environ.get("PYTHONPATH", "")]
+    name, *options = shlex.split(rest)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ngpu}",
-        "--local-ranks-filter=0", "-m", "benchmarks.torchtitan_peer.train", "--config", name,
+        "--local-ranks-filter=0", "-m", f"benchmarks.{program}_peer.train", "--config", name,
         "--dump_folder", str(folder), *arguments, *options,
     ]  # fmt: skip
     return command, {**os.environ, "PYTHONPATH": ":".join(filter(None, paths))}
 
 
-def peer_version() -> str:
-    """The version of torchtitan in the folder that TORCHTITAN_PEER names."""
-    found = distributions(name="torchtitan", path=[os.environ["TORCHTITAN_PEER"]])
-    return next((package.version for package in found), "unknown")
+def peer_version(program: str = "torchtitan") -> str:
+    """The version of a program in the folder that its variable names."""
+    package, folder = PROGRAMS[program].package, os.environ[PROGRAMS[program].folder]
+    return next((found.version for found in distributions(name=package, path=[folder])), "unknown")
 
 
 def measure_peer(options: argparse.Namespace, peer: str, cuda_graphs: bool = True) -> dict[str, Any]:
-    """Run torchtitan once, and if it fails, once more without CUDA graphs. Returns its reports with
+    """Run a peer once, and if it fails with CUDA graphs, once more without them. Returns its reports with
     titanlite's metric names, or the end of its log as "failed"."""
+    cuda_graphs = cuda_graphs and PROGRAMS[split(peer)[0]].cuda_graphs
     run = run_peer(options, peer, cuda_graphs)
     if "failed" in run and cuda_graphs:
         run = run_peer(options, peer, cuda_graphs=False) | {"failed_with_cuda_graphs": run["failed"]}
@@ -252,21 +291,23 @@ def measure_peer(options: argparse.Namespace, peer: str, cuda_graphs: bool = Tru
 
 
 def run_peer(options: argparse.Namespace, peer: str, cuda_graphs: bool) -> dict[str, Any]:
-    """Run torchtitan once."""
+    """Run a peer once."""
+    program, _ = split(peer)
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--training.steps", str(options.steps), "--metrics.log_freq", "5"]
-        arguments += [] if cuda_graphs else ["--training.disable_cuda_graphs"]
+        if PROGRAMS[program].cuda_graphs and not cuda_graphs:
+            arguments.append("--training.disable_cuda_graphs")
         command, env = peer_command(peer, options.ngpu, folder, *arguments)
         began = time.perf_counter()
         done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    log = without_paths(done.stdout, os.environ["TORCHTITAN_PEER"], folder)
+    log = without_paths(done.stdout, os.environ[PROGRAMS[program].folder], folder)
     reports = peer_reports(log)
     run: dict[str, Any] = {
-        "trainer": "torchtitan",
+        "trainer": program,
         "peer": peer,
         "wall_s": time.perf_counter() - began,
         "cuda_graphs": "Recorded CUDA graph" in log,
-        "changes": re.findall(r"torchtitan_peer: (.*)", log),
+        "changes": re.findall(rf"{program}_peer: (.*)", log),
         "counted": [report for report in reports if report["step"] > options.skip],
         "reports": reports,
     }
@@ -276,26 +317,30 @@ def run_peer(options: argparse.Namespace, peer: str, cuda_graphs: bool) -> dict[
 
 
 def peer_medians(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the medians of each configuration of torchtitan that never failed without CUDA graphs, and
-    whether all of its runs recorded a CUDA graph."""
+    """Return the program and the medians of each peer that never failed (torchtitan: without CUDA graphs),
+    and whether all of its runs recorded a CUDA graph."""
     by_peer: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         if "peer" in run:
             by_peer.setdefault(run["peer"], []).append(run)
     return {
-        peer: {**medians(theirs, "torchtitan"), "cuda_graphs": all(run["cuda_graphs"] for run in theirs)}
+        peer: {
+            "program": theirs[0]["trainer"],
+            **medians(theirs, theirs[0]["trainer"]),
+            "cuda_graphs": all(run["cuda_graphs"] for run in theirs),
+        }
         for peer, theirs in by_peer.items()
         if not any("failed" in run for run in theirs)
     }
 
 
 def fastest(peers: dict[str, dict[str, Any]]) -> str:
-    """Return the configuration of torchtitan with the highest median of tokens/s."""
+    """Return the peer with the highest median of tokens/s."""
     return max(peers, key=lambda peer: peers[peer][TPS])
 
 
 def peer_reports(log: str) -> list[dict[str, float]]:
-    """Parse torchtitan's log lines of steps. Its memory is the peak of reserved memory."""
+    """Parse the lines of steps in a peer's log. Their memory is the peak of reserved memory."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", log)
     matches = re.findall(r"step: +(\d+) .*?loss: +([\d.]+).*?memory: +([\d.]+)GiB.*?tps: +([\d,]+)", plain)
     return [

@@ -1,5 +1,5 @@
-"""benchmarks/throughput.py: torchtitan's log lines, its repetition after a failure, and which of its
-configurations the ratios are to."""
+"""benchmarks/throughput.py: the peers' log lines, torchtitan's repetition after a failure, and which of the
+configurations the ratios are to. The models of benchmarks/olmo_core_peer are as large as titanlite's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import titanlite.job  # noqa: F401  (registers the model families)
 from benchmarks import throughput
+from benchmarks.olmo_core_peer import PARAMETERS, compat
 from benchmarks.throughput import RESERVED, TPS
+from titanlite.models.base import ModelFamily
 
 LOG = """torchtitan_peer: torch 2.11.0+cu130: set_timeout is _set_pg_timeout
 [titan] 2026-11-27 10:00:00,000 - root - INFO - step:  1  loss: 12.01  grad_norm:  3.9  memory: 60.10GiB(43.0%)  tps: 987
@@ -24,7 +28,7 @@ OPTIONS = argparse.Namespace(ngpu=1, steps=20, skip=10, peer=None)
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, str]]:
-    """Exit codes and logs of the next runs of torchtitan. What is left over was not run."""
+    """Exit codes and logs of the next runs of a peer. What is left over was not run."""
     left: list[tuple[int, str]] = []
 
     def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -33,7 +37,12 @@ def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, 
             log = log.replace("Recorded CUDA graph", "")
         return subprocess.CompletedProcess(command, code, log)
 
-    monkeypatch.setenv("TORCHTITAN_PEER", str(tmp_path))
+    for program, version in {"torchtitan": "0.3.0", "ai2_olmo_core": "3.0.0"}.items():
+        about = tmp_path / program / f"{program}-{version}.dist-info/METADATA"
+        about.parent.mkdir(parents=True)
+        about.write_text(f"Metadata-Version: 2.1\nName: {program.replace('_', '-')}\nVersion: {version}\n")
+    monkeypatch.setenv("TORCHTITAN_PEER", str(tmp_path / "torchtitan"))
+    monkeypatch.setenv("OLMO_CORE_PEER", str(tmp_path / "ai2_olmo_core"))
     monkeypatch.setattr(throughput.subprocess, "run", run)
     return left
 
@@ -67,6 +76,74 @@ def test_ratios_are_to_the_fastest_configuration_that_ran(answers: list[tuple[in
     assert throughput.fastest(peers) == "sdpa"
     runs.append(throughput.measure_peer(OPTIONS, "flex"))
     assert throughput.fastest(throughput.peer_medians(runs)) == "sdpa"  # the median, not the fastest run
+
+
+def test_ratios_to_each_program(answers: list[tuple[int, str]]) -> None:
+    fast, slow = LOG.replace("63,1", "65,1"), LOG.replace("63,1", "31,5")
+    answers += [(0, LOG), (0, slow), (0, slow.replace("31,5", "30,0")), (1, "out of memory"), (0, fast)]
+    peers = ["flex", "olmo_core:1b", "olmo_core:1b --x=1", "olmo_core:8b", "sdpa"]
+    runs = [throughput.measure_peer(OPTIONS, peer) for peer in peers]
+    assert answers == []  # the failure was not repeated: OLMo-core has no CUDA graphs to leave out
+    ours: dict[str, Any] = {"trainer": "titanlite", "counted": [{TPS: 70000.0, RESERVED: 40.0}]}
+    options = argparse.Namespace(**vars(OPTIONS) | {"peer": peers, "config": "a.toml", "before": None})
+    result = throughput.summary(options, [], [*runs, ours])
+    assert (result["torchtitan"], result["olmo_core"]) == ("0.3.0", "3.0.0")
+    assert {peer: medians["program"] for peer, medians in result["peers"].items()} == {
+        "flex": "torchtitan", "sdpa": "torchtitan",
+        "olmo_core:1b": "olmo_core", "olmo_core:1b --x=1": "olmo_core",
+    }  # fmt: skip
+    assert result["fastest_peer"] == "sdpa"
+    assert result["ratios"] == {TPS: 70000 / 65145, RESERVED: 40 / 66.93}
+    assert result["ratios_to"] == {
+        "torchtitan": {"peer": "sdpa", **result["ratios"]},
+        "olmo_core": {"peer": "olmo_core:1b", TPS: 70000 / 31545, RESERVED: 40 / 66.93},
+    }
+    alone = argparse.Namespace(**vars(options) | {"peer": ["olmo_core:1b"]})
+    assert "ratios" not in throughput.summary(alone, [], [runs[1], ours])  # those are to torchtitan
+
+
+def test_the_command_of_a_program(answers: list[tuple[int, str]]) -> None:
+    command, env = throughput.peer_command("olmo_core:llama3_1b --model.n_layers=2", 4, "out", "--a", "b")
+    assert command[-8:] == [
+        "benchmarks.olmo_core_peer.train", "--config", "llama3_1b", "--dump_folder", "out", "--a", "b",
+        "--model.n_layers=2",
+    ]  # fmt: skip
+    assert "ai2_olmo_core" in env["PYTHONPATH"]
+    control, env = throughput.peer_command("llama3_1b --module a:b", 4, "out")
+    assert "benchmarks.torchtitan_peer.train" in control
+    assert "ai2_olmo_core" not in env["PYTHONPATH"]
+    with pytest.raises(SystemExit, match="no program olmo, only torchtitan, olmo_core"):
+        throughput.peer_command("olmo:llama3_1b", 1, "out")
+
+
+@pytest.mark.parametrize("config", PARAMETERS)
+def test_titanlites_parameters(config: str) -> None:
+    untied = {"vocab_size": 128256, "tie_word_embeddings": False}
+    family, flavor, overrides = {
+        "llama3_125m": ("llama3", "125M", untied),
+        "llama3_1b": ("llama3", "1B", untied),
+        "llama3_8b": ("llama3", "8B", {}),
+        "qwen3_0_6b": ("qwen3", "0.6B", {}),
+        "qwen3_30b_a3b_8layers": ("qwen3_moe", "30B-A3B", {"n_layers": 8, "vocab_size": 128256}),
+    }[config]
+    choice: Any = ModelFamily.choices[family]
+    model = choice(flavor=flavor, overrides=overrides).build_on_meta()
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[config]
+
+
+@pytest.mark.parametrize("trans_b", [False, True])
+def test_the_stand_in_for_grouped_gemm(trans_b: bool) -> None:
+    sizes = [8, 0, 24]
+    rows = torch.randn(32, 16, requires_grad=True)
+    weights = torch.randn(3, *((24, 16) if trans_b else (16, 24)), requires_grad=True)
+    products = compat.grouped_mm(rows, weights, torch.tensor(sizes), trans_b=trans_b)
+    groups = zip(rows.split(sizes), weights.transpose(1, 2) if trans_b else weights)
+    expected = torch.cat([group @ weight for group, weight in groups])
+    torch.testing.assert_close(products, expected)
+    loss, same = products.square().sum(), expected.square().sum()
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, (rows, weights)), torch.autograd.grad(same, (rows, weights))
+    )
 
 
 def test_a_result_repeats_its_configurations_of_torchtitan() -> None:
