@@ -168,11 +168,11 @@ class Run:
         its memory allocated. After a restart, report the time since the failure."""
         if (began := restart_began()) is not None:
             self.rt.synchronize()
-            seconds = time.monotonic() - began
+            seconds = round(time.monotonic() - began, 3)
             logger.info(
                 f"step {self.state.step} is done, {seconds:.1f} s after a rank failed or the nodes changed"
             )
-            self.meter.sinks.event(self.state.step, "recovered", {"seconds": round(seconds, 3)})
+            self.meter.sinks.event(self.state.step, "recovered", {"seconds": seconds})
         self.rt.first_step_done()
         self.checkpoints.warm_up(self.state)
 
