@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.ranks import run
+from tests.support.tiers import full
 from titanlite.attention import context_parallel
 from titanlite.attention.base import AttentionKind
 from titanlite.attention.context_parallel import SequenceSharding
@@ -65,10 +66,10 @@ def errors_on_rank(
     return max((a - b[:, own]).abs().max().item() for a, b in zip(actual, wanted))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("documents", [full(False), True])
 @pytest.mark.parametrize(
-    ("ranks", "window"), [(2, 4), (2, 1), (2, 2), (2, SIZE), (2, SIZE + 1), (3, SIZE), (4, 3)]
+    ("ranks", "window"),
+    [(2, 4), full(2, 1), full(2, 2), full(2, SIZE), full(2, SIZE + 1), full(3, SIZE), full(4, 3)],
 )
 def test_outputs_and_gradients_are_those_of_whole_sequences(ranks: int, window: int, documents: bool) -> None:
     assert max(run(ranks, errors_on_rank, ranks, AttentionKind(window), documents)) < 1e-12

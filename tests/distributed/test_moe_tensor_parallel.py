@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.support.gradients import gradients, on_rank
 from tests.support.layout_runs import Runs, train_on_rank
 from tests.support.layouts import AXES, OPTIONS, Part
+from tests.support.tiers import sampled
 from titanlite.models.lora import LoRA
 from titanlite.parallel import tensor_parallel
 from titanlite.torch_compat import all_reduce
@@ -67,8 +68,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Runs:
     return Runs(tmp_path_factory.mktemp("tensor_parallel"), corpus)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", sampled(LAYOUTS, {"olmoe: tp"}))
 def test_a_layout_trains_as_one_process(runs: Runs, name: str) -> None:
     runs.assert_equal(name, layout(name), STEPS)
 

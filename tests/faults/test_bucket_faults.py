@@ -529,20 +529,19 @@ def prepared(folder: PurePath, case: str) -> dict[str, Any]:
     return {"keep_latest_k": 3, "load_step": 3 if case == "rewind" else -1}
 
 
-CASES = [(case, before) for case in ("leftovers", "damaged", "rewind") for before in (True, False)]
+CASES = [(case, before, 1) for case in ("leftovers", "damaged", "rewind") for before in (True, False)]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("case", "before"), CASES)
+@pytest.mark.parametrize(("case", "before", "stride"), [("damaged", False, 9), *(full(*c) for c in CASES)])
 def test_a_kill_at_any_request_of_a_start_loses_nothing(
-    folder: PurePath, case: str, before: bool, monkeypatch: pytest.MonkeyPatch
+    folder: PurePath, case: str, before: bool, stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A resume with its quarantine or rewind, two saves and retention."""
+    """A resume with its quarantine or rewind, two saves and retention. `stride`: from kill to kill."""
     monkeypatch.setattr(object_store, "ABANDONED", timedelta(0))
     config = prepared(folder / "whole", case)
     go(folder / "whole", 6, **config)
     steps = committed(folder / "whole")
-    for number in itertools.count(1):
+    for number in itertools.count(1, stride):
         run = folder / str(number)
         config = prepared(run, case)
         done = ends_by_itself(partial(go, run, 6, **config), number, before)

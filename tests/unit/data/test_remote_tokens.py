@@ -291,8 +291,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_shards, "MAX_DELAY_S", 0.02)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("fault", [{"error": [".bin"]}, {"short": True}])
+@pytest.mark.parametrize("fault", [{"error": [".bin"]}, full({"short": True})])
 def test_a_fault_that_passes_costs_time_only(corpus: Path, tmp_path: Path, fault: dict[str, Any]) -> None:
     expected = local_hashes([corpus], tmp_path / "local", order_of(), 5)
     sequences = build([url(corpus)], tmp_path)
@@ -315,7 +314,7 @@ def test_a_fault_that_stays_ends_the_run_with_a_line(
         node(sequences, tmp_path / "sequences", LARGE, order_of()) as made,
         downloading(made),
         pytest.raises(
-            LoaderError, match=r"^counted://.*corpus/0000\d\.bin: 503 Slow Down; gave up after \d s$"
+            LoaderError, match=r"^counted://.*corpus/0000\d\.bin: 503 Slow Down; gave up after \d+ s$"
         ),
     ):
         next(made.loaders[0])
@@ -379,7 +378,6 @@ def test_a_wrong_size_and_a_missing_object_are_named_at_the_start(corpus: Path, 
         build([url(corpus)], tmp_path / "b")
 
 
-@pytest.mark.full
 def test_a_damaged_entry_of_the_cache_is_downloaded_again(corpus: Path, tmp_path: Path) -> None:
     expected = local_hashes([corpus], tmp_path / "local", order_of(), 10)
     with node(build([url(corpus)], tmp_path), tmp_path / "sequences", LARGE, order_of()) as made:

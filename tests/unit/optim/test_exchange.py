@@ -56,7 +56,6 @@ def exchanged(placements: list[list[Any]], mesh_shape: tuple[int, ...]) -> None:
             assert torch.equal(shard, 2 * local_shard(tensors[i])), i
 
 
-@pytest.mark.full
 def test_tensors_sharded_in_any_way_arrive_whole_and_come_back(run_on: Callable[..., Any]) -> None:
     rows, columns, copies = [Shard(0)], [Shard(1)], [Replicate()]
     run_on(3, exchanged, [rows, columns, rows, copies, [Shard(2)], rows], (3,))

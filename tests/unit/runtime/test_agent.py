@@ -188,7 +188,6 @@ def test_a_rank_that_cannot_end_is_killed_soon_if_a_restart_follows(
     assert time.monotonic() - began < 20
 
 
-@pytest.mark.full
 def test_a_rank_gets_time_to_end_if_no_restart_follows(
     launch: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
