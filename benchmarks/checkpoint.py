@@ -59,7 +59,7 @@ def main() -> None:
         result = save_case(options, overrides)
     shutil.rmtree(options.folder, ignore_errors=True)
     if options.case == "peer":
-        result["torchtitan"] = peer_version()
+        result["torchtitan"] = peer_version("torchtitan")
     result = {"case": options.case, **result, "environment": environment("torch", "torchao")}
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)

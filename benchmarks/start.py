@@ -81,7 +81,7 @@ def main() -> None:
         "starts": starts,
     }
     if options.peer is not None:
-        result["torchtitan"] = peer_version()
+        result["torchtitan"] = peer_version("torchtitan")
     print(json.dumps(medians))
     write_result(options.output, result, "torch")
 

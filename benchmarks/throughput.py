@@ -13,10 +13,10 @@ reports after the first `--skip` steps. The output includes the raw reports and 
 
 Each `--peer` names a configuration of benchmarks/torchtitan_peer/config_registry.py or, after `olmo_core:`,
 of benchmarks/olmo_core_peer/configs.py; options of that program may follow it. The trainers run in turns, all
-peers first, `--rounds` times each. `peers` in the output says which program each is, and `torchtitan` and
-`olmo_core` their versions. `ratios_to` has the ratios to each program's configuration with the highest median
-of tokens/s; `ratios` are those to torchtitan. The peers train on random tokens; their MFU is computed from
-their tokens/s with titanlite's FLOP formula. A run of torchtitan that fails is repeated once with
+peers first, `--rounds` times each. `peers` in the output names the program of each configuration, and
+`torchtitan` and `olmo_core` their versions. `ratios_to` has the ratios to each program's configuration with
+the highest median of tokens/s. The peers train on random tokens; their MFU is computed from their tokens/s
+with titanlite's FLOP formula. A run of torchtitan that fails is repeated once with
 `--training.disable_cuda_graphs`; its later rounds have no CUDA graphs from the start. `cuda_graphs` in the
 output says which runs recorded one. A configuration that fails again is left out, with its log in the output.
 
@@ -117,6 +117,8 @@ def main() -> None:
     if options.config.endswith(".json"):
         overrides = repeat(options, json.loads(Path(options.config).read_text())) + overrides
     fill(options, {"ngpu": 1, "steps": 30, "skip": 10, "rounds": 1})
+    for peer in options.peer or ():
+        peer_command(peer, options.ngpu, "")  # refuses unknown programs before anything is measured
     runs: list[dict[str, Any]] = []
     for _ in range(options.rounds):
         run_round(options, overrides, runs)
@@ -124,7 +126,7 @@ def main() -> None:
         # After each round: earlier rounds are not lost if a limit on the time ends this program.
         write_result(options.output, {**result, "runs": runs}, "torch", "torchao", "flash-attn-4")
     print(json.dumps(result))
-    missing = {split(peer)[0] for peer in options.peer or ()} - set(result.get("ratios_to", ()))
+    missing = {parse_peer(peer)[0] for peer in options.peer or ()} - set(result.get("ratios_to", ()))
     if missing:
         sys.exit(f"no configuration of {' and '.join(sorted(missing))} ran; the logs are in the output")
 
@@ -159,15 +161,13 @@ def summary(options: argparse.Namespace, overrides: list[str], runs: list[dict[s
     }
     if options.peer:
         peers, result["ratios_to"] = peer_medians(runs), {}
-        for program in dict.fromkeys(split(peer)[0] for peer in options.peer):
+        for program in dict.fromkeys(parse_peer(peer)[0] for peer in options.peer):
             result[program] = peer_version(program)
             ran = {peer: measured for peer, measured in peers.items() if measured["program"] == program}
             if ran:
                 theirs = ran[best := fastest(ran)]
                 ratios = {key: ours[key] / theirs[key] for key in (TPS, RESERVED) if key in ours}
                 result["ratios_to"][program] = {"peer": best, **ratios}
-                if program == "torchtitan":
-                    result |= {"fastest_peer": best, "ratios": ratios}
         if MFU in ours:  # the same model and formula
             for measured in peers.values():
                 measured[MFU] = ours[MFU] * measured[TPS] / ours[TPS]
@@ -241,12 +241,12 @@ def measure(
     return {"trainer": "titanlite", "wall_s": wall_s, "env": ran_on, "counted": counted, "reports": reports}
 
 
-def split(peer: str) -> tuple[str, str]:
-    """Return a peer's program, and its configuration with its options."""
+def parse_peer(peer: str) -> tuple[str, str]:
+    """Return the program that `--peer` names, and its configuration with options."""
     named = re.match(r"(\w+):(.*)", peer)
     program, rest = named.groups() if named else ("torchtitan", peer)
     if program not in PROGRAMS:
-        sys.exit(f"--peer {peer}: no program {program}, only {', '.join(PROGRAMS)}")
+        sys.exit(f"--peer {peer}: unknown program {program}; choose {' or '.join(PROGRAMS)}")
     return program, rest
 
 
@@ -260,7 +260,7 @@ def peer_command(
         folder: for the peer's output
         arguments: more options of the peer, before those in `peer`
     """
-    program, rest = split(peer)
+    program, rest = parse_peer(peer)
     variable = PROGRAMS[program].folder
     if variable not in os.environ:
         sys.exit(f"--peer {peer} needs {variable}, a folder with packages: see benchmarks/throughput.py")
@@ -274,7 +274,7 @@ def peer_command(
     return command, {**os.environ, "PYTHONPATH": ":".join(filter(None, paths))}
 
 
-def peer_version(program: str = "torchtitan") -> str:
+def peer_version(program: str) -> str:
     """The version of a program in the folder that its variable names."""
     package, folder = PROGRAMS[program].package, os.environ[PROGRAMS[program].folder]
     return next((found.version for found in distributions(name=package, path=[folder])), "unknown")
@@ -283,7 +283,7 @@ def peer_version(program: str = "torchtitan") -> str:
 def measure_peer(options: argparse.Namespace, peer: str, cuda_graphs: bool = True) -> dict[str, Any]:
     """Run a peer once, and if it fails with CUDA graphs, once more without them. Returns its reports with
     titanlite's metric names, or the end of its log as "failed"."""
-    cuda_graphs = cuda_graphs and PROGRAMS[split(peer)[0]].cuda_graphs
+    cuda_graphs = cuda_graphs and PROGRAMS[parse_peer(peer)[0]].cuda_graphs
     run = run_peer(options, peer, cuda_graphs)
     if "failed" in run and cuda_graphs:
         run = run_peer(options, peer, cuda_graphs=False) | {"failed_with_cuda_graphs": run["failed"]}
@@ -292,7 +292,7 @@ def measure_peer(options: argparse.Namespace, peer: str, cuda_graphs: bool = Tru
 
 def run_peer(options: argparse.Namespace, peer: str, cuda_graphs: bool) -> dict[str, Any]:
     """Run a peer once."""
-    program, _ = split(peer)
+    program, _ = parse_peer(peer)
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--training.steps", str(options.steps), "--metrics.log_freq", "5"]
         if PROGRAMS[program].cuda_graphs and not cuda_graphs:

@@ -452,9 +452,9 @@ def scaled_grouped_mm(
     weight_scale_EO: torch.Tensor,
     ends_E: torch.Tensor,
 ) -> torch.Tensor:
-    """The products [R, O] of float8 rows with the matrix of their group in bfloat16. What is multiplied is
-    `x8 * x_scale` and `weight8 * weight_scale`. `weight8_EIO`: its dim I is contiguous in memory. The public
-    scaled_grouped_mm has names for its recipes that differ from version to version."""
+    """The grouped products [R, O] of float8 rows and float8 matrices, in bfloat16: of `x8 * x_scale` and
+    `weight8 * weight_scale`. The matrices of `weight8_EIO` are column-major. Not by the public
+    F.scaled_grouped_mm, whose names of recipes differ between versions of torch."""
     return torch._scaled_grouped_mm(
         x8_RI,
         weight8_EIO,

@@ -9,4 +9,5 @@ PARAMETERS = {
     "qwen3_0_6b": 596_049_920,
     "qwen3_30b_a3b_8layers": 5_510_303_744,
 }
-"""Of titanlite's model and of OLMo-core's. A test compares the first, train.py the second."""
+"""The number of parameters of each configuration, equal in both programs: tests/unit/test_throughput.py
+checks titanlite's models, train.py OLMo-core's."""

@@ -1,16 +1,18 @@
 """Stand-ins for two packages that OLMo-core 3.0.0 imports, each made only where the package is missing.
 
-`cached_path` opens URLs, and needs the clients of two clouds. Everything here is in local files.
+`cached_path` opens URLs, and imports the clients of two cloud stores. The comparison reads local files only.
 
 `grouped_gemm` has to be compiled with CUDA. OLMo-core's dropless experts call its product of groups of rows
 with one matrix per group, which torch has as F.grouped_mm (OLMo-core's newer experts call that themselves,
-but need TransformerEngine). Without either package OLMo-core makes one product after another.
+but need TransformerEngine). Without grouped_gemm and TransformerEngine OLMo-core computes one product per
+expert in a loop.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -62,6 +64,7 @@ def module(name: str, **attributes: Any) -> Any:
     """Make a module that can be imported by this name."""
     made = ModuleType(name)
     made.__path__ = []
+    made.__spec__ = ModuleSpec(name, None)  # find_spec needs it
     vars(made).update(attributes)
     sys.modules[name] = made
     return made

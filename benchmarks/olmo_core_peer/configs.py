@@ -53,7 +53,7 @@ class Work:
 
 @dataclass
 class Experiment(Config):
-    """What `--section.key=value` changes."""
+    """All settings of a run; `--section.key=value` overrides one."""
 
     model: TransformerConfig
     dataset: NumpyFSLDatasetConfig
@@ -133,9 +133,9 @@ def llama3_8b() -> Work:
 
 
 def float8(config: Callable[[], Work]) -> Callable[[], Work]:
-    """NAME_float8: the matrix products of all layers in float8 with the settings that the release recommends
-    and its scripts use (tensorwise, all-gathers in float8, too), and the head in bf16. It needs torchao, for
-    which the release asks in version 0.15.0."""
+    """Return the configuration NAME_float8: all linear layers in float8 with the settings that the release
+    recommends and its scripts use (tensorwise, all-gathers in float8, too), and the head in bf16. It needs
+    torchao, for which the release asks in version 0.15.0."""
 
     def changed() -> Work:
         return replace(config(), float8=True)
@@ -150,8 +150,8 @@ def qwen3_0_6b() -> Work:
 
 
 def qwen3_30b_a3b_8layers() -> Work:
-    """The first 8 layers of Qwen3 30B-A3B (128 experts of 768, 8 per token, no shared expert, none dropped)
-    with the vocabulary of Llama 3. The tokens' experts are those that the router chooses."""
+    """The first 8 layers of Qwen3 30B-A3B (128 experts of 768, 8 per token, no shared expert, dropless)
+    with the vocabulary of Llama 3. Routing is the router's own, not forced to be balanced."""
     model = TransformerConfig.llama_like_moe(
         d_model=2048,
         vocab_size=VOCABULARY,

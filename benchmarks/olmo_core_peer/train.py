@@ -6,8 +6,8 @@
 
 FOLDER: released packages (benchmarks/throughput.py says which). The options that benchmarks/throughput.py
 sets have torchtitan's names, so that both programs can be started by the same lines. The report of a step has
-torchtitan's form, too: the tokens/s are over the steps since the last report, which ends when the GPU has
-finished its step, and the memory is the peak of reserved memory since then.
+torchtitan's form, too: tokens/s are over the steps since the last report, measured after a device
+synchronisation; memory is the peak reserved since the last report.
 """
 
 from __future__ import annotations

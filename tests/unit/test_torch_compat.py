@@ -552,6 +552,14 @@ def test_operators_that_activation_checkpointing_keeps() -> None:
     assert seen & torch_compat.matmul_ops()
 
 
+def test_the_grouped_product_in_float8_has_the_arguments_that_are_passed() -> None:
+    """It runs on GPUs only (tests/gpu/test_moe.py)."""
+    names = [argument.name for argument in torch.ops.aten._scaled_grouped_mm.default._schema.arguments]
+    assert names[:5] == ["self", "mat2", "scale_a", "scale_b", "offs"]
+    assert {"out_dtype", "use_fast_accum"} <= set(names)
+    assert torch.ops.aten._scaled_grouped_mm.default in torch_compat.grouped_mm_ops()
+
+
 def test_a_fake_process_group_exchanges_nothing() -> None:
     for rank in (0, 4099):
         with torch_compat.fake_process_group(rank, 4100):

@@ -165,7 +165,7 @@ _REASONS = {  # reason why there is no counterpart: keys; a key that ends with a
         parallelism.context_parallel_load_balancer parallelism.context_parallel_rotate_method
         activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns
         parallelism.enable_compiled_autograd parallelism.enable_fsdp_symm_mem
-        parallelism.pipeline_parallel_expert_parallel_overlap quantize.grouped_mm.
+        parallelism.pipeline_parallel_expert_parallel_overlap quantize.grouped_mm.mx.
         quantize.linear.mx. training.dtype training.gc_debug
         activation_checkpoint.force_recompute_mm_shapes_by_fqns dataloader.seed dataloader.stopping_strategy
         debug.batch_invariant debug.detect_anomaly debug.enable_structured_logging debug.spmd_typechecking
@@ -213,6 +213,7 @@ _REASONS = {  # reason why there is no counterpart: keys; a key that ends with a
         validation.dataloader. validation.local_batch_size validation.seq_len validator.dataloader.
     """,
     "compile.cuda_graphs turns them on, where they work": "training.disable_cuda_graphs",
+    "float8.experts is for the experts of all layers": "quantize.grouped_mm.float8.fqns",
     "loss.chunk_tokens is the size of a chunk": "loss.num_chunks",
     "max_epochs of a source ends its data": "dataloader.infinite",
     "the source `chat` reads conversations": """

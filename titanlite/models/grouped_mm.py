@@ -1,9 +1,9 @@
 """Grouped matrix products: each group of rows is multiplied with its own matrix.
 
 torch's grouped_mm computes them in one kernel, for bf16 on CUDA. Elsewhere a loop does, as an operator of our
-own: torch's has no backward for zero rows, and its fp32 form does not compile. The gradient of the weights is
-such an operator everywhere: torch's kernel needs rows that are contiguous in memory, and the compiler, if it
-calls that kernel itself, may give it columns.
+own: torch's has no backward for zero rows, and its fp32 form does not compile. The gradient of the weights
+comes from an operator of our own everywhere, which makes its inputs row-major: torch's kernel needs them so,
+and inductor may pass column-major ones.
 
 Shape suffixes: R rows, E groups, I input features, O output features.
 """
@@ -29,11 +29,6 @@ def grouped_mm(x_RI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tenso
     return grouped_loop(x_RI, weight_EOI, ends_E)
 
 
-def grouped_mm_weight(g_RO: torch.Tensor, x_RI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """The gradient [E, O, I] of grouped_mm's weight, for the gradient `g_RO` of its output."""
-    return grouped_weight(g_RO, x_RI, ends_E)
-
-
 def _has_kernel(x_RI: torch.Tensor) -> bool:
     return x_RI.is_cuda and x_RI.dtype == torch.bfloat16 and x_RI.shape[0] > 0
 
@@ -48,8 +43,8 @@ def grouped_loop(x_RI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Ten
 
 
 @torch.library.custom_op("titanlite::grouped_mm_weight", mutates_args=())
-def grouped_weight(g_RO: torch.Tensor, x_RI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """grouped_mm_weight as an operator."""
+def grouped_mm_weight(g_RO: torch.Tensor, x_RI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """The gradient [E, O, I] of grouped_mm's weight, for the gradient `g_RO` of its output."""
     if _has_kernel(x_RI):
         return F.grouped_mm(g_RO.contiguous().T, x_RI.contiguous(), offs=ends_E).contiguous()
     out_EOI = x_RI.new_empty(len(ends_E), g_RO.shape[1], x_RI.shape[1])
@@ -69,7 +64,7 @@ def _(x_RI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> tor
     return x_RI.new_empty(x_RI.shape[0], weight_EOI.shape[1])
 
 
-@grouped_weight.register_fake
+@grouped_mm_weight.register_fake
 def _(g_RO: torch.Tensor, x_RI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     return x_RI.new_empty(ends_E.shape[0], g_RO.shape[1], x_RI.shape[1])
 
@@ -82,7 +77,7 @@ def _backward(ctx: Any, g_RO: torch.Tensor) -> tuple[torch.Tensor | None, torch.
     x_RI, weight_EOI, ends_E = ctx.saved_tensors
     needs_x, needs_weight, _ = ctx.needs_input_grad
     g_RI = grouped_loop(g_RO, weight_EOI.transpose(1, 2), ends_E) if needs_x else None
-    return g_RI, grouped_weight(g_RO, x_RI, ends_E) if needs_weight else None, None
+    return g_RI, grouped_mm_weight(g_RO, x_RI, ends_E) if needs_weight else None, None
 
 
 grouped_loop.register_autograd(_backward, setup_context=_save)

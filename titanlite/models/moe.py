@@ -198,8 +198,8 @@ def expert_product(
     """The sums [N, D] of the outputs of each token's experts, times `weights_NK`. The output of an expert is
     down(silu(gate(x)) * up(x)). `order_P`: the numbers of the pairs, n * K + k, sorted by expert; pairs that
     are left out add nothing. `counts_E`: the pairs of each expert. Rows 0 to F - 1 of an expert's
-    `gate_up_E2FD` are the gate, the others the up projection. `mm`: computes the products with the weights;
-    gradients of the weights are of the dtype of `h_ND` in any case."""
+    `gate_up_E2FD` are the gate, the others the up projection. `mm`: the function of the grouped products with
+    the weights. Gradients of the weights come from grouped_mm_weight, in the dtype of `h_ND`."""
     gate_up_E2FD, down_EDF = gate_up_E2FD.to(h_ND.dtype), down_EDF.to(h_ND.dtype)
     return _ExpertProduct.apply(h_ND, weights_NK.float(), order_P, counts_E, gate_up_E2FD, down_EDF, mm)
 
@@ -237,8 +237,8 @@ def sum_by_token(y_RD: torch.Tensor, place_P: torch.Tensor, num_chosen: int) -> 
 
 
 class Experts(nn.Module):
-    """The SwiGLU experts of one layer, with stacked weights under the names of transformers 5. `mm`: computes
-    the products with them; parallel/ may replace it before it replaces `product`."""
+    """The SwiGLU experts of one layer, with stacked weights under the names of transformers 5. `mm`: the
+    function of the grouped products with them, which parallel/float8.py replaces."""
 
     def __init__(self, config: MoEConfig):
         super().__init__()
@@ -249,7 +249,7 @@ class Experts(nn.Module):
         self.product: Callable[..., torch.Tensor] = self.swiglu_product
 
     def swiglu_product(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """expert_product of `mm`."""
+        """expert_product with `mm` for the grouped products."""
         return expert_product(*inputs, mm=self.mm)
 
     def forward(

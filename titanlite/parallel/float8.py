@@ -1,4 +1,5 @@
-"""Float8: the blocks' linear layers compute in 8 bits, by torchao. Each layer is replaced under its name.
+"""Float8: the blocks' linear layers compute in 8 bits, by torchao. Each layer is replaced under its name. If
+asked for, so do the grouped products of experts, by torch's own kernel.
 
 Weights stay fp32 in the optimizer and in checkpoints, so a run may switch float8 on or off when it resumes.
 The head is not converted: the loss uses its weight and needs the precision.
@@ -35,8 +36,8 @@ MULTIPLE = 16  # the hardware needs matrices whose dims are multiples of this
 
 @dataclass(frozen=True, kw_only=True)
 class Float8:
-    """Float8 for the blocks' linear layers, except routers, on Ada, Hopper and newer GPUs. Needs torchao:
-    `pip install 'titanlite[float8]'`."""
+    """Float8 for the blocks' linear layers, on Ada, Hopper and newer GPUs. Routers stay in bfloat16, and so
+    do experts unless `experts` is set. Needs torchao: `pip install 'titanlite[float8]'`."""
 
     enable: bool = False
     """Use float8. Needs compile.enable, without which it is slower than bfloat16."""
@@ -44,8 +45,9 @@ class Float8:
     """One scale per tensor (fastest); one per row of a matrix (more precise); or per row, with gradients of
     weights in bfloat16 (most precise)."""
     experts: bool = False
-    """Also multiply with the weights of experts in float8, with one scale per row, on Hopper and newer GPUs.
-    Gradients of these weights are computed in bfloat16."""
+    """Compute the grouped products with the weights of experts in float8, too, with one scale per row in
+    every recipe, on Hopper and newer GPUs. Gradients of these weights are computed in bfloat16.
+    `filter_fqns` and `min_elements` do not apply."""
     enable_fsdp_float8_all_gather: bool = True
     """With recipe tensorwise, FSDP gathers weights in float8: half of bfloat16's bytes."""
     filter_fqns: list[str] = field(default_factory=list)
@@ -94,7 +96,8 @@ class Float8:
         """Raises ConfigError if the device does not support the recipe."""
         if not self.enable or self.emulate:
             return
-        major, minor = (8, 9) if self.recipe == "tensorwise" and not self.experts else (9, 0)
+        by_row = f"recipe = {self.recipe}" if self.recipe != "tensorwise" else "experts" * self.experts
+        major, minor = (9, 0) if by_row else (8, 9)
         actual = device.type
         if device.type == "cuda":
             capability = torch.cuda.get_device_capability(device)
@@ -102,10 +105,9 @@ class Float8:
                 return
             actual = "compute capability {}.{}".format(*capability)
         raise ConfigError(
-            f"{'experts' if self.experts else self.recipe} needs a CUDA device of compute capability "
-            f"{major}.{minor}, this is {actual}; "
-            "float8.emulate = true computes the same slowly",
-            "float8.enable",
+            f"float8 with {by_row or 'recipe = tensorwise'} needs a CUDA device of compute capability "
+            f"{major}.{minor}, this is {actual}; float8.emulate = true computes the same slowly",
+            f"float8.{by_row.split()[0]}" if by_row else "float8.enable",
         )
 
     def check_library(self) -> None:

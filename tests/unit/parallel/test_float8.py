@@ -187,7 +187,7 @@ def test_gradients_of_experts_are_those_of_the_model_up_to_8_bits(
     assert 0.01 < error < 0.3
 
 
-def test_experts_that_the_hardware_cannot_multiply_and_models_without_any_are_refused() -> None:
+def test_shapes_and_devices_that_float8_of_experts_lacks_and_models_without_experts_are_refused() -> None:
     config = Float8(enable=True, emulate=True, experts=True)
     with pytest.raises(ConfigError, match="the model has no experts") as e:
         apply_float8(build(), config, sharded=False)
@@ -195,8 +195,9 @@ def test_experts_that_the_hardware_cannot_multiply_and_models_without_any_are_re
     net = Qwen3MoE(flavor="debug", overrides={"moe_hidden_dim": 24}).build()
     with pytest.raises(ConfigError, match="of an expert are 48 x 128 and 128 x 24, not"):
         apply_float8(net, config, sharded=False)
-    with pytest.raises(ConfigError, match=r"experts needs a CUDA device .* 9\.0, this is cpu"):
+    with pytest.raises(ConfigError, match=r"with experts needs a CUDA device .* 9\.0, this is cpu") as e:
         Float8(enable=True, experts=True).check_device(torch.device("cpu"))
+    assert e.value.key == "float8.experts"
 
 
 def test_without_torchao_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
