@@ -93,8 +93,8 @@ def write_tokens(path: Path, tokens: int, config: Any) -> None:
 
 
 def make_report(interval: int, tokens: int) -> Any:
-    """Return the callback that prints a line for step 1 and for every `interval`-th step. `tokens`: of a step
-    on one GPU."""
+    """Return the callback that prints a line for step 1 and for every `interval`-th step. `tokens`: the
+    number of tokens per step and GPU."""
     import torch
     from olmo_core.train.callbacks import Callback
     from olmo_core.utils import cuda_sync_debug_mode

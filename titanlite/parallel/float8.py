@@ -93,11 +93,13 @@ class Float8:
             )
 
     def check_device(self, device: torch.device) -> None:
-        """Raises ConfigError if the device does not support the recipe."""
+        """Raises ConfigError if the device does not support the recipe or float8 for experts."""
         if not self.enable or self.emulate:
             return
-        by_row = f"recipe = {self.recipe}" if self.recipe != "tensorwise" else "experts" * self.experts
-        major, minor = (9, 0) if by_row else (8, 9)
+        key, value = "experts" if self.experts else "enable", "true"
+        if self.recipe != "tensorwise":
+            key, value = "recipe", self.recipe
+        major, minor = (8, 9) if key == "enable" else (9, 0)  # scales per row need Hopper
         actual = device.type
         if device.type == "cuda":
             capability = torch.cuda.get_device_capability(device)
@@ -105,9 +107,9 @@ class Float8:
                 return
             actual = "compute capability {}.{}".format(*capability)
         raise ConfigError(
-            f"float8 with {by_row or 'recipe = tensorwise'} needs a CUDA device of compute capability "
-            f"{major}.{minor}, this is {actual}; float8.emulate = true computes the same slowly",
-            f"float8.{by_row.split()[0]}" if by_row else "float8.enable",
+            f"float8.{key} = {value} needs a CUDA device of compute capability {major}.{minor}, this is "
+            f"{actual}; float8.emulate = true computes the same slowly",
+            f"float8.{key}",
         )
 
     def check_library(self) -> None:
@@ -183,8 +185,8 @@ def apply_float8(net: Decoder, config: Float8, sharded: bool, ranks: int = 1) ->
         for layer in experts:
             layer.mm = partial(grouped_mm_by_rows, emulate=config.emulate)
     others = " and ".join([", ".join(kept), "the head"] if kept else ["the head"])
-    number = f"{len(converted)} layers" + (f" and the experts of {len(experts)}" if config.experts else "")
-    logger.info(f"float8 {config.recipe}: {number}; not converted: {others}")
+    also = f" and the experts of {len(experts)} blocks" if config.experts else ""
+    logger.info(f"float8 {config.recipe}: {len(converted)} layers{also}; not converted: {others}")
 
 
 def check_experts(net: Decoder, config: Float8) -> None:

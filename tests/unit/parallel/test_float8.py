@@ -182,7 +182,7 @@ def test_gradients_of_experts_are_those_of_the_model_up_to_8_bits(
 
     others, all_layers = results(enable=True), results(enable=True, experts=True)
     assert "experts, routers, 2 x self_attn.q_proj and the head" in caplog.messages[0]
-    assert "6 layers and the experts of 2; not converted: routers, 2 x" in caplog.messages[1]
+    assert "6 layers and the experts of 2 blocks; not converted: routers, 2 x" in caplog.messages[1]
     error = ((all_layers - others).norm() / others.norm()).item()
     assert 0.01 < error < 0.3
 
@@ -195,7 +195,7 @@ def test_shapes_and_devices_that_float8_of_experts_lacks_and_models_without_expe
     net = Qwen3MoE(flavor="debug", overrides={"moe_hidden_dim": 24}).build()
     with pytest.raises(ConfigError, match="of an expert are 48 x 128 and 128 x 24, not"):
         apply_float8(net, config, sharded=False)
-    with pytest.raises(ConfigError, match=r"with experts needs a CUDA device .* 9\.0, this is cpu") as e:
+    with pytest.raises(ConfigError, match=r"experts = true needs a CUDA device .* 9\.0, this is cpu") as e:
         Float8(enable=True, experts=True).check_device(torch.device("cpu"))
     assert e.value.key == "float8.experts"
 
