@@ -193,8 +193,8 @@ def shard_model(job: Job, rt: Runtime) -> tuple[ShardedModel, str]:
 
 def records_by_default(job: Job, net: Decoder, device: torch.device, world_size: int) -> bool:
     """Whether a job that leaves compile.cuda_graphs unset runs by CUDA graphs: it is compiled, small enough
-    to gain by them, and nothing in it is known to be unrecordable. Components from outside the package may wait
-    for the device, which cannot be recorded."""
+    to gain by them, and nothing in it is known to be unrecordable. Components from outside the package may
+    wait for the device, which cannot be recorded."""
     parts = (job.model, job.loss, job.attention)
     return (
         device.type == "cuda"
