@@ -9,9 +9,9 @@ the same text, tokenizer and GPU.
 
 The text is that of text_by_kind.py, all kinds mixed: the files of the standard library and of all installed
 packages, without duplicates, with one file in 33 held out. Files are cut at line ends into documents of at
-most 6,000 characters, about 1,500 tokens: nanochat trains on no more than the first 2,048 tokens of a
-document, so that of whole files it would see beginnings only. Both programs read the same documents under the
-same 32,768 ids.
+most 3,000 characters, about 750 tokens: nanochat trains on no more than the first 2,048 tokens of a document,
+so that of whole files it would see beginnings only, and it crops fewer tokens of short documents. Both
+programs read the same documents under the same 32,768 ids.
 
 A run is recorded in FOLDER/NAME.json: its command, the seconds of training (without start, compilation, which
 ends with the tenth step, validation and saves, as nanochat counts them), the tokens, and the bits per byte of
@@ -67,7 +67,7 @@ from titanlite.runtime.process import pick_device  # noqa: E402
 from titanlite.tokenizers.tiktoken import Tiktoken  # noqa: E402
 
 VOCAB_SIZE, NUM_SPECIAL, TOKENIZER_SHARE = 32_768, 9, 8
-SEQ_LEN, SKIPPED_STEPS, MAX_CHARACTERS = 2048, 10, 6000
+SEQ_LEN, SKIPPED_STEPS, MAX_CHARACTERS = 2048, 10, 3000
 SPECIAL = (
     "bos", "user_start", "user_end", "assistant_start", "assistant_end", "python_start", "python_end",
     "output_start", "output_end",
@@ -77,7 +77,6 @@ STEP_LINE = re.compile(r"step (\d+)/\d+ .*? dt: ([\d.]+)ms \| tok/sec: ([\d,]+)"
 
 # The parts that a run can leave out: fields of the model, and keys of the optimizer.
 PARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "windows": ({"layer_pattern": "L", "sliding_window": 0}, {}),
     "value_embedding": ({"value_embedding_interval": 0}, {}),
     "residual_mix": ({"residual_scalars": False}, {}),
     "smear": ({"smear": False}, {}),

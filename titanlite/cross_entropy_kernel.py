@@ -46,8 +46,9 @@ def fused_loss_and_gradient_(
 
 
 @triton.jit
-def _capped(x, softcap):  # type: ignore[no-untyped-def]
-    return softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)  # softcap * tanh(x / softcap)
+def _tanh(x, to_exponent):  # type: ignore[no-untyped-def]
+    # tanh(x / softcap), if to_exponent is -2 log2(e) / softcap: the only division per logit.
+    return 2.0 / (1.0 + tl.exp2(x * to_exponent)) - 1.0
 
 
 @triton.jit
@@ -69,7 +70,8 @@ def _loss_and_gradient(  # type: ignore[no-untyped-def]
         tl.float32
     )
     if CAPS:
-        target_logit = _capped(target_logit, softcap)
+        to_exponent = -2.0 * LOG2_E / softcap
+        target_logit = softcap * _tanh(target_logit, to_exponent)
 
     # Online softmax (Milakov & Gimelshein 2018), to base 2: each lane has its own maximum and sum, which it
     # rescales once for ROUNDS logits.
@@ -85,7 +87,7 @@ def _loss_and_gradient(  # type: ignore[no-untyped-def]
         )
         x = x.to(tl.float32)
         if CAPS:  # the logits behind the last id are -infinity, which a cap would make finite
-            x = tl.where(first + ids < V, _capped(x, softcap), float("-inf"))
+            x = tl.where(first + ids < V, softcap * _tanh(x, to_exponent), float("-inf"))
         x = x * LOG2_E
         new_top = tl.maximum(top, tl.max(x, 0))
         total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(x - new_top[None, :]), 0)
@@ -106,10 +108,11 @@ def _loss_and_gradient(  # type: ignore[no-untyped-def]
         logits = tl.load(logits_ptr + columns, mask=columns < V, other=0.0, eviction_policy=DROP)
         logits = logits.to(tl.float32)
         if CAPS:
-            logits = _capped(logits, softcap)
+            tanh = _tanh(logits, to_exponent)
+            logits = softcap * tanh
         gradient = tl.exp2(logits * LOG2_E - log2_z) * factor
         gradient = tl.where(counts & (columns == target), gradient - 1.0, gradient)
         if CAPS:
-            gradient = gradient * (1.0 - (logits / softcap) * (logits / softcap))
+            gradient = gradient * (1.0 - tanh * tanh)
         gradient = gradient.to(logits_ptr.dtype.element_ty)
         tl.store(logits_ptr + columns, gradient, mask=columns < V, eviction_policy=DROP)

@@ -178,7 +178,7 @@ class Job:
                 {
                     "float8.enable = true": self.float8.enable,
                     "training.enable_cpu_offload = true": training.enable_cpu_offload,
-                    "compile.cuda_graphs = true": self.compile.cuda_graphs,
+                    "compile.cuda_graphs = true": bool(self.compile.cuda_graphs),
                     "training.mixed_precision_reduce = bfloat16": training.mixed_precision_reduce
                     != "float32",
                 },
@@ -195,7 +195,7 @@ class Job:
                 parallelism.expert_parallel_degree,
                 {
                     "training.enable_cpu_offload = true": training.enable_cpu_offload,
-                    "compile.cuda_graphs = true": self.compile.cuda_graphs,
+                    "compile.cuda_graphs = true": bool(self.compile.cuda_graphs),
                 },
             )
         self.metrics.check(degrees)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.gpu import trained
+from tests.support.gpu import QWEN3_5, trained
 from tests.support.jobs import make_job
 from tests.support.runs import FOUR_MICRO_BATCHES, history, weights
+from titanlite.parallel.cuda_graphs import _fits
 
 pytestmark = pytest.mark.gpu
 WIDE = ["--model.overrides.dim=128", "--model.overrides.hidden_dim=256", "--model.overrides.head_dim=32"]
@@ -64,7 +65,7 @@ def test_a_run_by_graphs_has_the_same_bits(tmp_path: Path, corpus: Path, setting
     logs, jobs = {}, {}
     for name in ("without", "graphs", "lower rate"):
         keys = [*RUN, *settings]
-        keys += ["--compile.cuda_graphs"] if name != "without" else []
+        keys += ["--no-compile.cuda_graphs" if name == "without" else "--compile.cuda_graphs"]
         keys += ["--optimizer.lr=1e-5"] if name == "lower rate" else []  # control
         if name == "graphs":
             assert "recorded a CUDA" in trained(tmp_path, corpus, *keys, "--training.steps=6", name=name)
@@ -83,3 +84,41 @@ def test_a_loss_that_waits_for_the_device_ends_with_one_line(tmp_path: Path, cor
     keys = ['--job.imports=["waiting_loss"]', "--loss.name=waiting", "--compile.cuda_graphs"]
     error = trained(tmp_path, corpus, *keys, code=2)
     assert "cannot be recorded as a CUDA graph" in error.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("model", ["llama3", "gpt", "qwen3_5"])
+def test_graphs_by_default_have_the_same_bits(tmp_path: Path, corpus: Path, model: str) -> None:
+    own = {"llama3": [], "gpt": [f"--model.name={model}"], "qwen3_5": QWEN3_5}[model]
+    keys = [*RUN, COMPILE, *own, "--data.holdout_sequences=0", "--no-validation.enable"]
+    default = trained(tmp_path, corpus, *keys, name="default")
+    without = trained(tmp_path, corpus, *keys, "--no-compile.cuda_graphs", name="without")
+    assert "recorded a CUDA graph" in default
+    assert "recorded a CUDA graph" not in without
+    jobs = [
+        make_job(tmp_path, corpus, FOUR_MICRO_BATCHES, *keys, name=name) for name in ("default", "without")
+    ]
+    assert history(jobs[0]) == history(jobs[1])
+    first, second = (weights(job, 16) for job in jobs)
+    assert all(torch.equal(first[name], second[name]) for name in second)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [],  # not compiled
+        [COMPILE, "--training.same_bits_on_any_ranks"],
+        [COMPILE, '--job.imports=["waiting_loss"]', "--loss.name=waiting"],  # graphs cannot record it
+    ],
+)
+def test_no_graphs_by_default(tmp_path: Path, corpus: Path, keys: list[str]) -> None:
+    (tmp_path / "waiting_loss.py").write_text(CANNOT_RECORD)
+    assert "CUDA graph" not in trained(tmp_path, corpus, "--training.steps=4", *keys)
+
+
+def test_optional_graphs_are_left_out_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = torch.Size((2, 8))
+    freed = torch.empty(2**28, device="cuda")
+    del freed  # 1 GiB stays in the allocator's cache
+    assert _fits(shape)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**29, 2**40))
+    assert not _fits(shape)

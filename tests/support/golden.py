@@ -36,6 +36,9 @@ TOKENIZER = ROOT / "assets" / "tokenizer" / "stdlib.tiktoken"
 UPDATE = "python -m tests.support.golden --update"
 STEPS = 8
 TOLERANCE = 1e-5  # relative; other instruction sets and two threads give differences of 1e-6 at most
+# Adam's first steps of weights that begin at zero have the sign of their gradients alone: rounding counts
+# more, 1.4e-5 between two kinds of CPU.
+TOLERANCES = {"gpt": 1e-4}
 NUMBERS = ("train/loss", "train/grad_norm", "eval/loss")
 
 DEBUG = "debug"

@@ -39,7 +39,7 @@ from titanlite.optim.warmup_stable_decay import WarmupStableDecay
 from titanlite.start_log import job_toml_text
 
 BATCH_EXPONENT = 0.383
-SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "layer_pattern")
+SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim")
 
 
 def main(options: Namespace, overrides: Sequence[str]) -> int:

@@ -53,12 +53,16 @@ class CudaGraphs:
     """Runs micro-batches by two graphs, both for the newest shape of micro-batches: one for a step's first
     micro-batch, which makes the gradients, and one for the following ones, which adds to them.
 
-    `run(batch, num_targets)`: forward and backward of a micro-batch. It must not wait for the device."""
+    `run(batch, num_targets)`: forward and backward of a micro-batch. It must not wait for the device.
+    `optional`: run without graphs if the GPU has too little memory for them."""
 
-    def __init__(self, net: Decoder, run: Callable[[Batch, torch.Tensor], MicroBatchLosses]):
-        self._net, self._run = net, run
+    def __init__(
+        self, net: Decoder, run: Callable[[Batch, torch.Tensor], MicroBatchLosses], optional: bool = False
+    ):
+        self._net, self._run, self._optional = net, run, optional
         self._shape: torch.Size | None = None
         self._steps_left = 0
+        self._fits = True
         self._graphs: dict[bool, _Graph] = {}
         self._pool: Any = None
 
@@ -67,9 +71,11 @@ class CudaGraphs:
         shape of micro-batches do not."""
         if batch.inputs.shape != self._shape:
             self._shape, self._steps_left = batch.inputs.shape, STEPS_WITHOUT_GRAPHS
-            self._graphs, self._pool = {}, torch.cuda.graph_pool_handle()
+            self._graphs, self._pool, self._fits = {}, torch.cuda.graph_pool_handle(), True
         self._steps_left -= 1
-        return self._steps_left < 0
+        if self._steps_left == -1 and self._optional:
+            self._fits = _fits(self._shape)
+        return self._steps_left < 0 and self._fits
 
     def forward_backward(self, batch: Batch, num_targets: torch.Tensor, is_first: bool) -> MicroBatchLosses:
         """Accumulate the gradients of a micro-batch. `is_first`: it is the step's first one. Raises
@@ -104,3 +110,18 @@ class CudaGraphs:
         if is_first:
             logger.info(f"recorded a CUDA graph for micro-batches of {tuple(batch.inputs.shape)} tokens")
         return _Graph(graph, batch, num_targets, losses, gradients)
+
+
+def _fits(shape: torch.Size) -> bool:
+    """Whether the GPU has memory for the graphs of micro-batches of this shape, beside the memory of a step
+    without graphs. Both take about what the steps before have left in the allocator's cache."""
+    cached, (free, _) = (
+        torch.cuda.memory_reserved() - torch.cuda.memory_allocated(),
+        torch.cuda.mem_get_info(),
+    )
+    if free < cached:
+        logger.info(
+            f"no CUDA graph for micro-batches of {tuple(shape)} tokens: it would take {cached / 2**30:.1f} "
+            f"GiB, and {free / 2**30:.1f} GiB are free"
+        )
+    return free >= cached

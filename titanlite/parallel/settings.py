@@ -20,8 +20,8 @@ from titanlite.step_clock import StepClock
 class ParallelSettings:
     """The sections and dtypes that decide how a model is sharded and run. `attention`: the backend that
     `AttentionBackend.build` returned. `cpu_offload`: weights stay in host memory. `same_bits`:
-    training.same_bits_on_any_ranks. `clock`: measures the
-    phases of the steps."""
+    training.same_bits_on_any_ranks. `graphs_are_optional`: CUDA graphs are left out if they would take too
+    much memory. `clock`: measures the phases of the steps."""
 
     parallelism: Parallelism = field(default_factory=Parallelism)
     attention: AttentionBackend = field(default_factory=Auto)
@@ -33,6 +33,7 @@ class ParallelSettings:
     reduce_dtype: torch.dtype = torch.float32
     cpu_offload: bool = False
     same_bits: bool = False
+    graphs_are_optional: bool = False
     clock: StepClock = field(default_factory=lambda: StepClock(torch.device("cpu")))
 
     @property

@@ -88,7 +88,9 @@ class ShardedModel:
         self._gathers_float8 = settings.float8.gathers_float8 and mesh.device_mesh is not None
         self.sharding = SequenceSharding(mesh.cp) if mesh.degrees.cp > 1 else None
         self._ordered_sums = apply_ordered_sums(net, mesh) if mesh.same_bits else []
-        self._graphs = CudaGraphs(net, self._micro_batch) if settings.compile.cuda_graphs else None
+        self._graphs: CudaGraphs | None = None
+        if settings.compile.cuda_graphs:
+            self._graphs = CudaGraphs(net, self._micro_batch, settings.graphs_are_optional)
 
     def materialize(self, device: torch.device, seed: int) -> None:
         """Allocate parameters and buffers, which are on the meta device, and set their initial values."""

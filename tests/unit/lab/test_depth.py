@@ -95,7 +95,10 @@ def test_an_unknown_depth_is_refused() -> None:
 
 def test_other_overrides_stay() -> None:
     source = load_job(str(find_config("gpt_d12")), ["--model.overrides.logit_softcap=30.0"], 1)
-    assert at_depth(source, 8).model.overrides == {"logit_softcap": 30.0}
+    assert at_depth(source, 8).model.overrides == {
+        **shipped("gpt_d12").model.overrides,
+        "logit_softcap": 30.0,
+    }
 
 
 def test_a_batch_has_whole_sequences() -> None:
