@@ -1,6 +1,6 @@
 """The numerics are pinned: losses and gradient norms of the golden runs to a relative 1e-5 (gpt: 1e-4), their
-data order and initial weights exactly. If one of these fails, the change under test has changed what titanlite
-computes; CONTRIBUTING.md says what to do then."""
+data order and initial weights exactly. If one of these fails, the change under test has changed what
+titanlite computes; CONTRIBUTING.md says what to do then."""
 
 from __future__ import annotations
 
