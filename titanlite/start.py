@@ -45,12 +45,10 @@ from titanlite.metrics.guard import StepGuard
 from titanlite.metrics.memory import building
 from titanlite.metrics.meter import Meter, StepCost
 from titanlite.metrics.sinks.base import RunInfo, Sinks
-from titanlite.models.base import Decoder
 from titanlite.optim.base import check_covers
 from titanlite.optim.ema import WeightAverage
 from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import Clipper
-from titanlite.parallel.compile import no_cuda_graphs
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.ranks import Ranks
 from titanlite.runtime.environment import place, shared_memory
@@ -63,7 +61,7 @@ from titanlite.storage import parse_path, storage_of
 from titanlite.tasks.requests import OpenTask
 from titanlite.tokenizers.base import Tokenizer
 
-MAX_PARAMETERS_WITH_GRAPHS = 1_000_000_000  # kernels of larger models take longer than their launches
+MAX_PARAMETERS_WITH_GRAPHS = 1_000_000_000  # models of up to 0.6e9 parameters were measured with graphs
 
 
 def open_memory(job: Job, ranks: Ranks) -> NodeMemory | None:
@@ -179,7 +177,10 @@ def shard_model(job: Job, rt: Runtime) -> tuple[ShardedModel, str]:
     net = job.build_on_meta()
     job.optimizer.check(net, rt.mesh.degrees.tp)
     memory = job.step_memory(net, rt.world_size, rt.param_dtype)
-    by_default = job.compile.cuda_graphs is None and records_by_default(job, net, rt.device, rt.world_size)
+    num_parameters = sum(p.numel() for p in net.parameters())
+    by_default = job.compile.cuda_graphs is None and records_by_default(
+        job, num_parameters, rt.device, rt.world_size
+    )
     settings = replace(
         memory.settings,
         parallelism=memory.resolved(rt.mesh, rt.ranks),
@@ -191,23 +192,21 @@ def shard_model(job: Job, rt: Runtime) -> tuple[ShardedModel, str]:
     return parallelize(net, job.loss, rt.mesh, settings), kernel
 
 
-def records_by_default(job: Job, net: Decoder, device: torch.device, world_size: int) -> bool:
-    """Whether a job that leaves compile.cuda_graphs unset runs by CUDA graphs: it is compiled, small enough
-    to gain by them, and nothing in it is known to be unrecordable. Components from outside the package may
-    wait for the device, which cannot be recorded."""
+def records_by_default(job: Job, num_parameters: int, device: torch.device, world_size: int) -> bool:
+    """Whether a job that leaves compile.cuda_graphs unset runs by CUDA graphs: it is compiled, has at most
+    MAX_PARAMETERS_WITH_GRAPHS, and would be valid with compile.cuda_graphs = true. Not with a model, loss or
+    attention from outside the package: its code may wait for the device, which cannot be recorded."""
     parts = (job.model, job.loss, job.attention)
-    return (
-        device.type == "cuda"
-        and job.compile.enable
-        and no_cuda_graphs(
-            world_size, bool(job.model.num_experts), job.data.mask_documents, job.training.enable_cpu_offload
-        )
-        is None
-        and not job.training.same_bits_on_any_ranks
-        and not job.guard.fault_check_freq
-        and all(type(part).__module__.split(".")[0] == "titanlite" for part in parts)
-        and sum(p.numel() for p in net.parameters()) <= MAX_PARAMETERS_WITH_GRAPHS
-    )
+    is_own = all(type(part).__module__.startswith("titanlite.") for part in parts)
+    if not (job.compile.enable and is_own and num_parameters <= MAX_PARAMETERS_WITH_GRAPHS):
+        return False
+    with_graphs = replace(job, compile=replace(job.compile, cuda_graphs=True))
+    try:
+        with_graphs.compile.check_device(device)
+        with_graphs.check(world_size)
+    except ConfigError:
+        return False
+    return True
 
 
 def open_tokenizer(job: Job) -> Tokenizer:

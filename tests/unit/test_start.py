@@ -8,16 +8,20 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.support.golden import EXPERTS
 from tests.support.jobs import make_job
 from titanlite import cli
 from titanlite.config.component import ConfigError
 from titanlite.job import load_job
-from titanlite.start import check_resumed
+from titanlite.losses import CrossEntropy
+from titanlite.start import MAX_PARAMETERS_WITH_GRAPHS, check_resumed, records_by_default
 from titanlite.train import train
 
 AUTO = "--lr_scheduler.warmup_steps=-1"
@@ -63,6 +67,35 @@ def test_a_resume_opens_each_small_file_of_its_checkpoint_once(tmp_path: Path, c
     is_counting = False
     for name in ("manifest.json", "train.json", "job.toml", ".metadata"):
         assert opened[str(step / name)] == 1, name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parameters", "device", "world_size", "records"),
+    [
+        ([], MAX_PARAMETERS_WITH_GRAPHS, "cuda", 1, True),
+        (["--no-compile.enable"], 10, "cuda", 1, False),
+        ([], MAX_PARAMETERS_WITH_GRAPHS + 1, "cuda", 1, False),
+        ([], 10, "cpu", 1, False),
+        ([], 10, "cuda", 2, False),
+        (["--data.mask_documents"], 10, "cuda", 1, False),
+        (["--training.same_bits_on_any_ranks"], 10, "cuda", 1, False),
+        (["--model.name=qwen3_moe", *EXPERTS], 10, "cuda", 1, False),
+    ],
+)
+def test_which_jobs_run_by_cuda_graphs_by_default(
+    tmp_path: Path, overrides: list[str], parameters: int, device: str, world_size: int, records: bool
+) -> None:
+    job = make_job(tmp_path, tmp_path, "--compile.enable", *overrides)
+    assert records_by_default(job, parameters, torch.device(device), world_size) == records
+
+
+def test_a_loss_from_outside_gets_no_cuda_graphs_by_default(tmp_path: Path) -> None:
+    class Outside(CrossEntropy):
+        """A loss of another package."""
+
+    job = make_job(tmp_path, tmp_path, "--compile.enable")
+    assert records_by_default(job, 10, torch.device("cuda"), 1)
+    assert not records_by_default(replace(job, loss=Outside()), 10, torch.device("cuda"), 1)
 
 
 def test_a_new_run_that_is_refused_for_its_epochs_leaves_no_folder(tmp_path: Path, corpus: Path) -> None:

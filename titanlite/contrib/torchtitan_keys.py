@@ -212,7 +212,7 @@ _REASONS = {  # reason why there is no counterpart: keys; a key that ends with a
     "as in training": """
         validation.dataloader. validation.local_batch_size validation.seq_len validator.dataloader.
     """,
-    "compile.cuda_graphs turns them on, where they work": "training.disable_cuda_graphs",
+    "compile.cuda_graphs = false turns them off": "training.disable_cuda_graphs",
     "float8.experts is for the experts of all layers": "quantize.grouped_mm.float8.fqns",
     "loss.chunk_tokens is the size of a chunk": "loss.num_chunks",
     "max_epochs of a source ends its data": "dataloader.infinite",

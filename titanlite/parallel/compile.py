@@ -43,7 +43,8 @@ class Compile:
     cuda_graphs: bool | None = None
     """Launch forward and backward of a micro-batch as one CUDA graph, with the same results: for small models
     and micro-batches on one GPU, without experts and document masks. Activations stay reserved. Unset: for
-    compiled models of at most 1e9 parameters, if the GPU has memory for the graph (docs/performance.md)."""
+    compiled models of at most 1e9 parameters whose model, loss and attention are titanlite's own, if the GPU
+    has memory for the graph (docs/performance.md)."""
     cache_dir: PathText = ""
     """Folder of compiled code, which later starts execute: it must be yours alone, outside the run folder.
     Empty: `$TORCHINDUCTOR_CACHE_DIR` if set, else `titanlite/compile` in `$XDG_CACHE_HOME` or `~/.cache`; if
@@ -58,10 +59,21 @@ class Compile:
                 )
 
     def check(self, world_size: int, has_experts: bool, masks_documents: bool, cpu_offload: bool) -> None:
-        """Raises ConfigError for CUDA graphs of work that cannot be recorded."""
-        why = no_cuda_graphs(world_size, has_experts, masks_documents, cpu_offload)
-        if self.cuda_graphs and why:
-            raise ConfigError(f"CUDA graphs {why}", "compile.cuda_graphs")
+        """Raises ConfigError for CUDA graphs of work that cannot be recorded: collectives of several ranks,
+        copies from the CPU, and kernels whose shapes depend on the data."""
+        if not self.cuda_graphs:
+            return
+        for on, why in (
+            (world_size > 1, f"work on one GPU, not on {world_size} ranks"),
+            (cpu_offload, "do not work with training.enable_cpu_offload"),
+            (has_experts, "do not work with experts"),
+            (
+                masks_documents,
+                "do not work with document masks, whose shapes change: see data.mask_documents",
+            ),
+        ):
+            if on:
+                raise ConfigError(f"CUDA graphs {why}", "compile.cuda_graphs")
 
     def check_device(self, device: torch.device) -> None:
         """Raises ConfigError for CUDA graphs on another device."""
@@ -72,23 +84,6 @@ class Compile:
     def loss_backend(self) -> str | None:
         """The backend that compiles the loss; None: do not compile."""
         return self.backend if self.enable else None
-
-
-def no_cuda_graphs(
-    world_size: int, has_experts: bool, masks_documents: bool, cpu_offload: bool
-) -> str | None:
-    """Why forward and backward cannot be recorded as CUDA graphs, as the predicate of a sentence: they have
-    collectives of several ranks, copies from the CPU, or kernels whose shapes depend on the data. None: they
-    can."""
-    if world_size > 1:
-        return f"work on one GPU, not on {world_size} ranks"
-    if cpu_offload:
-        return "do not work with training.enable_cpu_offload"
-    if has_experts:
-        return "do not work with experts"
-    if masks_documents:
-        return "do not work with document masks, whose shapes change: see data.mask_documents"
-    return None
 
 
 def apply_compile(

@@ -115,10 +115,8 @@ class CudaGraphs:
 def _fits(shape: torch.Size) -> bool:
     """Whether the GPU has memory for the graphs of micro-batches of this shape, beside the memory of a step
     without graphs. Both take about what the steps before have left in the allocator's cache."""
-    cached, (free, _) = (
-        torch.cuda.memory_reserved() - torch.cuda.memory_allocated(),
-        torch.cuda.mem_get_info(),
-    )
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    free = torch.cuda.mem_get_info()[0]
     if free < cached:
         logger.info(
             f"no CUDA graph for micro-batches of {tuple(shape)} tokens: it would take {cached / 2**30:.1f} "
