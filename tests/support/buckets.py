@@ -172,16 +172,18 @@ def seaweedfs(folder: Path) -> Iterator[str]:
     credentials = {"accessKey": KEYS["AWS_ACCESS_KEY_ID"], "secretKey": KEYS["AWS_SECRET_ACCESS_KEY"]}
     may = {"name": "test", "credentials": [credentials], "actions": ["Admin", "Read", "Write", "List"]}
     (folder / "s3.json").write_text(json.dumps({"identities": [may]}))
-    first = free_ports(4)
+    parts = ("master", "volume", "filer", "s3")
+    first, log = free_ports(2 * len(parts)), folder / "log.txt"
     command = [
         program, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3",
-        f"-master.port={first}", f"-volume.port={first + 1}", f"-filer.port={first + 2}",
-        f"-s3.port={first + 3}", f"-s3.config={folder}/s3.json", "-master.volumeSizeLimitMB=512",
+        *(f"-{part}.port={first + i}" for i, part in enumerate(parts)),
+        *(f"-{part}.port.grpc={first + len(parts) + i}" for i, part in enumerate(parts)),
+        f"-s3.config={folder}/s3.json", "-master.volumeSizeLimitMB=512",
         "-s3.port.iceberg=0", "-s3.port.lance=0", "-volume.max=1000",  # each bucket takes some volumes
     ]  # fmt: skip
-    with (folder / "log.txt").open("w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    endpoint = f"http://127.0.0.1:{first + 3}"
+    with log.open("w") as file:
+        server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    endpoint = f"http://127.0.0.1:{first + parts.index('s3')}"
     try:
         deadline = time.monotonic() + 120
         while True:
@@ -190,7 +192,9 @@ def seaweedfs(folder: Path) -> Iterator[str]:
                 break
             except Exception as e:
                 if server.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError((folder / "log.txt").read_text()[-2000:]) from e
+                    lines = log.read_text().splitlines()
+                    fatal = [line for line in lines if line.startswith("F")]  # before the dump of all threads
+                    raise RuntimeError("\n".join(fatal or lines[-20:])) from e
                 time.sleep(0.5)
         yield endpoint
     finally:
@@ -199,11 +203,12 @@ def seaweedfs(folder: Path) -> Iterator[str]:
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` neighbouring ports that are free now, as are those 10,000 above, for gRPC. Test
-    processes that start servers at the same time, with neighbouring process ids, begin 16 ports apart."""
-    for first in range(20_000 + 16 * os.getpid() % 10_000, 45_000, count):
+    """The first of `count` neighbouring ports that are free now. Test processes that start servers at the
+    same time, with neighbouring process ids, begin 16 ports apart. All are below 32,768: Linux gives those
+    above to connections of any process, also between this look and the start of the server."""
+    for first in range(20_000 + 16 * os.getpid() % 10_000, 32_768 - count, count):
         try:
-            for port in (*range(first, first + count), *range(first + 10_000, first + 10_000 + count)):
+            for port in range(first, first + count):
                 with socket.socket() as probe:
                     probe.bind(("127.0.0.1", port))
             return first
