@@ -178,7 +178,7 @@ def run_titanlite(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         f"--tokenizer.num_special_tokens={NUM_SPECIAL}",
         f'--data.sources=[{{name="tokens",path="{folder / "tokens"}"}}]',
         "--data.holdout_sequences=0", "--no-validation.enable", "--generation.prompts=[]",
-        f"--training.seed={options.seed}", "--metrics.log_freq=1", "--metrics.detail_freq=0",
+        f"--training.seed={options.seed}", f"--metrics.log_freq={SKIPPED_STEPS}", "--metrics.detail_freq=0",
         "--metrics.sinks=[]", "--checkpoint.keep_latest_k=0", "--checkpoint.async_mode=disabled",
         *options.arguments,
     ]  # fmt: skip
@@ -189,7 +189,10 @@ def run_titanlite(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         [sys.executable, "-m", "titanlite.cli", "train", config, *arguments], folder / f"{options.name}.log"
     )
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    seconds = [line["time/step_s"] for line in metrics if "time/step_s" in line]
+    seconds = list[float]()  # each report has the mean of the steps since the one before
+    for line in metrics:
+        if "time/step_s" in line:
+            seconds += [line["time/step_s"]] * (line["step"] - len(seconds))
     training = load_job(config, arguments, 1).training
     saved = {int(path.name.split("-")[1]): str(path) for path in sorted((run / "checkpoint").glob("step-*"))}
     tokens = training.global_batch_size * training.seq_len

@@ -1,5 +1,5 @@
 """Seconds from the command to the first step: cold, with a compile cache that the run before has filled, and
-resumed from a checkpoint; optionally beside torchtitan 0.3.0.
+resumed from a checkpoint; optionally beside torchtitan 0.3.0 or OLMo-core 3.0.0.
 
     python benchmarks/start.py train_configs/llama3_1b.toml --ngpu 1 [--section.key=value ...]
         --output benchmarks/results/NAME.json [--rounds 2] [--without-checkpoints]
@@ -32,7 +32,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.environment import write_result  # noqa: E402
-from benchmarks.throughput import SHIPPED_DATA, peer_command, peer_version  # noqa: E402
+from benchmarks.throughput import SHIPPED_DATA, parse_peer, peer_command, peer_version  # noqa: E402
 
 STEPS = 3
 MOMENTS = {
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("--ngpu", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--peer", help="start this configuration of torchtitan in turns with titanlite")
+    parser.add_argument("--peer", help="start this configuration of a peer in turns with titanlite")
     parser.add_argument("--without-checkpoints", action="store_true")
     parser.add_argument("--output", type=Path, required=True)
     options, overrides = parser.parse_known_args()
@@ -81,7 +81,8 @@ def main() -> None:
         "starts": starts,
     }
     if options.peer is not None:
-        result["torchtitan"] = peer_version("torchtitan")
+        program, _ = parse_peer(options.peer)
+        result[program] = peer_version(program)
     print(json.dumps(medians))
     write_result(options.output, result, "torch")
 
@@ -103,7 +104,8 @@ def commands(
         arguments = ["--training.steps", str(STEPS), "--metrics.log_freq", "1"]
         theirs, peer_env = peer_command(options.peer, options.ngpu, folder / "peer", *arguments)
         peer_env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "theirs")
-        starts += [("torchtitan, cold", theirs, peer_env), ("torchtitan, second", theirs, peer_env)]
+        program, _ = parse_peer(options.peer)
+        starts += [(f"{program}, {kind}", theirs, peer_env) for kind in ("cold", "second")]
     runs = [("titanlite, cold", "cold", STEPS), ("titanlite, second", "second", STEPS)]
     if not options.without_checkpoints:
         runs.append(("titanlite, resumed", "second", 2 * STEPS))

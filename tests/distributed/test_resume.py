@@ -64,7 +64,7 @@ def test_the_run_passes_an_epoch(whole: Job) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        (),
+        full(()),
         ("--data.num_workers=2",),
         full(("--checkpoint.async_mode=disabled",)),
         full((FOUR_MICRO_BATCHES, "--data.num_workers=1")),

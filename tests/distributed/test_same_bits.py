@@ -221,6 +221,7 @@ def test_a_rewind(tmp_path: Path, run: Run) -> None:
     assert archived(tmp_path / "of-1") == archived(tmp_path / "of-4") == [[100, 120]]
 
 
+@pytest.mark.full
 def test_losses_norms_and_digests_have_equal_bits_too(tmp_path: Path, run: Run) -> None:
     for ranks in (1, 2):
         run(ranks, ON, "--metrics.digest_freq=1", name=f"of-{ranks}")

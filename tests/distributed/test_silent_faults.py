@@ -153,7 +153,7 @@ def test_the_rank_with_a_wrong_bit_is_named(
 @pytest.mark.parametrize(
     ("ranks", "keys"),
     [
-        (2, []),
+        full(2, []),
         full(1, []),
         full(1, ["--training.same_bits_on_any_ranks", BF16]),
         full(2, [BF16, *MOE, "--moe.load_balance=global", "--training.local_batch_size=2"]),

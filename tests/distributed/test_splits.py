@@ -57,9 +57,10 @@ def test_split_sequences_train_like_masked_ones(masked: bool, model: dict[str, A
 
 
 LAYOUTS = [
-    (2, False, {"pp": 2, "tied": False}), (2, True, {"cp": 2}),
+    (2, True, {"cp": 2}),
     *(full(*case) for case in [
-        (2, True, {}), (4, False, {"dp_replicate": 2, "reduce": "micro_batch"}),
+        (2, True, {}), (2, False, {"pp": 2, "tied": False}),
+        (4, False, {"dp_replicate": 2, "reduce": "micro_batch"}),
         (2, False, {"tp": 2}), (2, True, {"tp": 2, "tied": False}),
         (2, False, {"cp": 2}), (2, False, {"cp": 2, "attention": "sdpa"}), (4, True, {"tp": 2, "cp": 2}),
         (4, True, {"pp": 2, "tied": False}), (4, False, {"pp": 2, "tp": 2, "tied": False}),

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from tests.support.checkpoints import Toy, flip_a_shard, open_run, save_steps, sharded_toy
 from tests.support.file_operations import Recording, recorded
 from tests.support.power_loss import check_all, crashes, described, without_syncs
+from tests.support.tiers import full
 from titanlite.checkpoint import commit, last_commit
 from titanlite.checkpoint.digest import digest_file
 from titanlite.checkpoint.state import read_train
@@ -284,14 +285,14 @@ def assert_found(recording: Recording, folder: Path, message: str) -> None:
     ("unsynced", "message"),
     [
         (r"\.partial-.*/__0_0\.distcp", "__0_0.distcp has 0 bytes|__0_0.distcp is not what was written"),
-        (r"\.partial-.*/\.metadata.*", ".metadata"),
-        (r"\.partial-.*/train\.json", "train.json"),
+        full(r"\.partial-.*/\.metadata.*", ".metadata"),
+        full(r"\.partial-.*/train\.json", "train.json"),
         (r"\.partial-.*/manifest\.json", "its manifest cannot be trusted"),
         (r"run/checkpoint/\.partial-[^/]*", "is missing"),
-        (r"run/checkpoint", "recorded_step"),
+        full(r"run/checkpoint", "recorded_step"),
         (r"run", "recorded_step"),
         (r"", "was saved, .* are there"),
-        (r"run/\.partial-last_commit\.json.*", "last_commit.json cannot be read"),
+        full(r"run/\.partial-last_commit\.json.*", "last_commit.json cannot be read"),
     ],
 )
 def test_control_a_missing_sync_is_found(tmp_path: Path, unsynced: str, message: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, create_block_mask, flex_attention
 
 from tests.examples.sliding_window import SlidingWindow
+from tests.support.tiers import full
 from titanlite.attention import flex
 from titanlite.attention.auto import Auto
 from titanlite.attention.base import Attention, AttentionBackend, AttentionKind, AttentionNeeds, kernels
@@ -106,7 +107,7 @@ def of_flex(name: str, documents: bool) -> Attention:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("documents", [False, True], ids=["sequences", "documents"])
+@pytest.mark.parametrize("documents", [full(False), True], ids=["sequences", "documents"])
 @pytest.mark.parametrize("name", KINDS)
 def test_flex(flex_on_cpu: None, monkeypatch: pytest.MonkeyPatch, name: str, documents: bool) -> None:
     """The function by hand equals torch's, and with it gradients are right, too. The kernel itself runs in

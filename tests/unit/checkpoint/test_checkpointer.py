@@ -430,7 +430,7 @@ def hold() -> Iterator[Hold]:
             continue
 
 
-@pytest.mark.parametrize("kind", ["", "worker", "visitor"])
+@pytest.mark.parametrize("kind", ["", full("worker"), full("visitor")])
 def test_a_second_run_is_refused_while_the_first_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: Hold, kind: str
 ) -> None:

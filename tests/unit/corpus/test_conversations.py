@@ -30,7 +30,7 @@ from tests.support.chats import (
 from tests.support.datasets import write_dataset
 from tests.support.jobs import make_job, metrics_of, write_toml
 from tests.support.models import family, hugging_face, keys_of
-from tests.support.tiers import sampled
+from tests.support.tiers import full, sampled
 from titanlite import cli
 from titanlite.config.component import ConfigError
 from titanlite.corpus.chat_source import Chat
@@ -267,7 +267,9 @@ RECORDS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["a.json", "b.json", "bom.json", "c.json.gz", "d.jsonl", "e.parquet"])
+@pytest.mark.parametrize(
+    "name", ["a.json", full("b.json"), "bom.json", full("c.json.gz"), full("d.jsonl"), "e.parquet"]
+)
 def test_arrays_and_parquet_have_the_conversations_of_lines(
     tmp_path: Path, tokenizer: Tokenizer, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

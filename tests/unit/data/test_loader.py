@@ -273,7 +273,7 @@ def packed(request: pytest.FixtureRequest, folder: Path) -> SequenceDataset:
 @pytest.mark.parametrize(
     ("dp", "num_workers"),
     [
-        pytest.param(dp, n, marks=() if (dp, n) in [(1, 0), (2, 1), (3, 2), (8, 0)] else pytest.mark.full)
+        pytest.param(dp, n, marks=() if (dp, n) in [(1, 0), (3, 2)] else pytest.mark.full)
         for dp in (1, 2, 3, 4, 6, 8)
         for n in (0, 1, 2, 4)
     ],

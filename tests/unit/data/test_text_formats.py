@@ -23,6 +23,7 @@ import pytest
 import zstandard
 
 from tests.support.datasets import write_dataset
+from tests.support.tiers import full
 from titanlite.config.component import ConfigError
 from titanlite.data import text_files
 from titanlite.data.text_files import (
@@ -149,7 +150,7 @@ def test_lines_by_any_name(tmp_path: Path, ending: str, suffix: str) -> None:
     assert read(write(tmp_path / f"a.b{ending}{suffix}", compress(lines(TEXTS)))) == TEXTS
 
 
-@pytest.mark.parametrize("block_lines", [1, 64])
+@pytest.mark.parametrize("block_lines", [1, full(64)])
 @pytest.mark.parametrize("how", COMPRESSED)
 def test_compressed_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, block_lines: int, split_bytes: int

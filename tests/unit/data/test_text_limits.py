@@ -17,6 +17,7 @@ import pytest
 import zstandard
 
 from tests.support.jobs import make_job
+from tests.support.tiers import full
 from titanlite import cli
 from titanlite.config.component import ConfigError
 from titanlite.data import text_files
@@ -46,7 +47,7 @@ LINES: list[tuple[str, Callable[[bytes], bytes]]] = [
 ]
 
 
-@pytest.mark.parametrize("split_bytes", [1000, 1 << 30])
+@pytest.mark.parametrize("split_bytes", [1000, full(1 << 30)])
 @pytest.mark.parametrize(("ending", "compress"), LINES)
 def test_a_line_that_is_too_large(
     tmp_path: Path,

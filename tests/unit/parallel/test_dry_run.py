@@ -37,7 +37,7 @@ def simulated(num_ranks: int, **layout: Any) -> list[PipelineRank]:
 
 
 LAYOUTS = [
-    (1, {}), (6, {}), (12, {"replicate": 2, "tp": 2}), (8, {"pp": 2, "cp": 2, "tp": 2}),
+    full(1, {}), full(6, {}), (12, {"replicate": 2, "tp": 2}), full(8, {"pp": 2, "cp": 2, "tp": 2}),
     (4, {"pp": 2, "schedule": "ZBVZeroBubble"}),
 ]  # fmt: skip
 

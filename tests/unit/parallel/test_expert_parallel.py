@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 
 from tests.support.fsdp import reshards_after_forward
 from tests.support.models import family
+from tests.support.tiers import full
 from titanlite.config.component import ConfigError
 from titanlite.losses import CrossEntropy
 from titanlite.mesh import Mesh, build_mesh, local_shard
@@ -82,10 +83,10 @@ def test_a_dense_family_is_refused() -> None:
 
 
 LAYOUTS = [  # expert degree, ranks, other degrees, dims of the experts that FSDP shards
-    (2, 4, {}, 0),
-    (4, 4, {}, 0),
+    full(2, 4, {}, 0),
+    full(4, 4, {}, 0),
     (2, 8, {"tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2}, 0),
-    (1, 4, {"tensor_parallel_degree": 4}, 0),
+    full(1, 4, {"tensor_parallel_degree": 4}, 0),
     (4, 16, {"context_parallel_degree": 2}, 1),
 ]
 
