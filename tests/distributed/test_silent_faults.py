@@ -205,7 +205,6 @@ def test_the_same_command_continues_from_before_the_fault(tmp_path: Path, corpus
     assert_same(*jobs)
 
 
-@pytest.mark.full
 def test_retention_keeps_a_checkpoint_of_the_check_before(tmp_path: Path, corpus: Path) -> None:
     """The fault is found after step 16, the last one of steps that are all saved."""
     keys = [*KEYS, "--guard.fault_check_freq=8", "--checkpoint.keep_latest_k=2", "--training.steps=16"]
