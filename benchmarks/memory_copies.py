@@ -1,10 +1,16 @@
-"""Steps per second of the debug model on a CPU with copies of its state in memory, and without.
+"""What copies of the state in memory cost a run without faults.
 
     python benchmarks/memory_copies.py [--intervals 0 50 10 1] [--turns 10] [--seconds 3] [--output FILE]
+    python benchmarks/memory_copies.py --config train_configs/llama3_1b.toml [--ngpu 1] [--steps 200]
+        [--rounds 2] [--intervals 0 -1] [--output FILE] [--section.key=value ...]
 
-`./run_train.sh debug` without validation, samples and saves, once per checkpoint.memory_interval, in turns
-(turns.py). Copying and hashing use the cores on which the model is trained: on a machine with GPUs they do
-not. The log of each program has the size of a copy and the time until it is complete.
+Without --config: `./run_train.sh debug` on a CPU without validation, samples and saves, once per
+checkpoint.memory_interval, in turns (turns.py). Copying and hashing use the cores on which the model is
+trained: on a machine with GPUs they do not. The log of each program has the size of a copy and the time until
+it is complete.
+
+With --config: whole runs in turns, with the data of throughput.py. The seconds per step are those of all
+steps after the tenth, with the pauses for copies.
 """
 
 from __future__ import annotations
@@ -16,7 +22,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
@@ -24,6 +32,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.environment import write_result  # noqa: E402
 from benchmarks.first_run import ENDLESS, debug_run  # noqa: E402
+from benchmarks.throughput import measure  # noqa: E402
 from benchmarks.turns import Program, take_turns  # noqa: E402
 
 
@@ -36,7 +45,42 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=3.0, help="seconds per turn")
     parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    parser.add_argument("--config", help="a TOML file: measure whole runs")
+    parser.add_argument("--ngpu", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.set_defaults(skip=10)  # steps of whole runs before those that count
+    options, overrides = parser.parse_known_args()
+    if options.config is None and overrides:
+        parser.error(f"{overrides[0]} needs --config")
+    results = whole_runs(options, overrides) if options.config else debug_runs(options)
+    if options.output:
+        write_result(options.output, {"results": results}, "torch", "titanlite")
+
+
+def whole_runs(options: argparse.Namespace, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """Run the job with each interval, in turns."""
+    results = list[dict[str, Any]]()
+    for _ in range(options.rounds):
+        for interval in options.intervals:
+            keys = [
+                "--checkpoint.enable=true", f"--checkpoint.interval={ENDLESS}",
+                f"--checkpoint.memory_interval={interval}", *overrides,
+            ]  # fmt: skip
+            run = measure(options, keys)
+            total_s, pauses_s, before = 0.0, 0.0, options.skip
+            for report in run["counted"]:
+                total_s += report["time/step_s"] * (report["step"] - before)
+                pauses_s += report.get("checkpoint/copy_s", 0.0)
+                before = report["step"]
+            step_s = (total_s + pauses_s) / (options.steps - options.skip)
+            results.append({"memory_interval": interval, "step_s": step_s, "pauses_s": pauses_s, **run})
+            print(f"interval {interval:>3}  {step_s:.4f} s per step, pauses {pauses_s:.2f} s", flush=True)
+    return results
+
+
+def debug_runs(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run the debug model with each interval, all at the same time, in turns of some seconds."""
     results = []
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         folder, cache = Path(name), Path(name, "cache")
@@ -64,8 +108,7 @@ def main() -> None:
             results.append({**about, **measured})
             rate = f"{measured['steps_per_s']:6.3f} steps/s, pause of training {pause_s * 1000:.1f} ms"
             print(f"interval {program.name:>3}  {rate}  {line}", flush=True)
-    if options.output:
-        write_result(options.output, {"results": results}, "torch", "titanlite")
+    return results
 
 
 if __name__ == "__main__":
