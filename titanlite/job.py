@@ -85,7 +85,8 @@ class JobInfo:
     """Free text, which titanlite does not use."""
     imports: list[str] = field(default_factory=list)
     """Python modules that register components from outside the package, looked up in the current directory
-    first. `train`, `launch` and `tune` import them; other commands need `--allow-imports`."""
+    first. `train`, `launch`, `prepare`, `tune` and `verify-resume` import them; other commands need
+    `--allow-imports`."""
 
     def __post_init__(self) -> None:
         if not self.dump_folder:

@@ -39,17 +39,17 @@ def set_group_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> No
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def gather_shards(output: torch.Tensor, shard: torch.Tensor) -> None:
+def gather_shards(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """All-gather the ranks' shards into one tensor. torch 2.13 has a new name for the function."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, shard)
+    gather(output, shard, group=group)
 
 
-def reduce_shards(shard: torch.Tensor, values: torch.Tensor) -> None:
+def reduce_shards(shard: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Reduce-scatter: the sum over all ranks of this rank's shard of `values`. torch 2.13 has a new name for
     the function."""
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    reduce(shard, values)
+    reduce(shard, values, group=group)
 
 
 def gloo_flight_record() -> str | None:

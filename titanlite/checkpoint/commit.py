@@ -40,12 +40,11 @@ class FileEntry(TypedDict, total=False):
     size: int
     sha256: str
     tag: str
-    """The version of the object that holds the file, on a storage that tags versions."""
+    """Reserved: the version of the object that holds the file. No version of titanlite writes it yet."""
 
 
 class Manifest(TypedDict, total=False):
-    """The content of manifest.json. A reader ignores fields that it does not know. `tag` is
-    reserved: no version writes it yet."""
+    """The content of manifest.json. A reader ignores fields that it does not know."""
 
     format: int
     step: int

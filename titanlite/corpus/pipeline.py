@@ -1,12 +1,12 @@
 """prepare: makes token shards from text files, for `titanlite prepare` and for text sources on first use.
 
-The files are partitioned into splits (corpus.py), the splits are drawn at random into shards, and the
-documents of each shard are shuffled. Training shuffles sequences over the whole dataset (data/order.py), so
-preparation needs to mix only the documents within a sequence. stages.py does the work, in a folder beside the
-output. Finished work is never repeated: a preparation continues after a kill, and several machines can share
-it. The resulting bytes do not depend on interruptions, processes or machines. The folder is renamed to the
-output when it is complete. If the output is in a bucket, the folder is in the user's cache folder, one for
-each worker, and finished work is sent to the bucket (shared_work.py)."""
+The files are partitioned into splits (data/text_files.py), the splits are drawn at random into shards, and
+the documents of each shard are shuffled. Training shuffles sequences over the whole dataset (data/order.py),
+so preparation needs to mix only the documents within a sequence. stages.py does the work, in a folder beside
+the output. Finished work is never repeated: a preparation continues after a kill, and several machines can
+share it. The resulting bytes do not depend on interruptions, processes or machines. The folder is renamed to
+the output when it is complete. If the output is in a bucket, the folder is in the user's cache folder, one
+for each worker, and finished work is sent to the bucket (shared_work.py)."""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
+from titanlite.checkpoint.digest import write_file
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import parse
 from titanlite.data.remote_shards import RemoteTokens
@@ -113,7 +114,7 @@ class SharedWork:
 
     def record(self, name: str, content: dict[str, Any]) -> None:
         """Write the record of finished work."""
-        _create(self.folder / name, json.dumps(content).encode())
+        write_file(self.folder / name, json.dumps(content).encode())
 
     def records(self, names: Iterable[str]) -> list[dict[str, Any]]:
         """Read records."""
@@ -200,7 +201,7 @@ class SharedWork:
             raise self._overtaken()
         self._send(folder / "report.json", self.output / "report.json")
         try:
-            _create(self.output / DESCRIPTION, (folder / DESCRIPTION).read_bytes())
+            write_file(self.output / DESCRIPTION, (folder / DESCRIPTION).read_bytes())
         except FileExistsError:
             raise exists(self.output) from None
         self.is_made = True
@@ -280,17 +281,6 @@ def _take(lock: Lock, holder: str) -> None:
             logger.info(f"waiting for {holder}")
             is_told = True
         time.sleep(POLL_S)
-
-
-def _create(path: PurePath, data: bytes) -> None:
-    """Create an object. Raises FileExistsError if there is one with another content."""
-    file = storage_of(path).create(path)
-    try:
-        file.write(data)
-    except BaseException:
-        file.abort()
-        raise
-    file.close()
 
 
 @contextmanager

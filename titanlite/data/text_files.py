@@ -1,10 +1,10 @@
 """The raw corpus: the partition of its files into splits, and the documents of a split.
 
-The names of the files tell their formats (formats.py). The splits depend on the files alone, so a dataset is
-the same for any number of processes. Text must be UTF-8; a byte order mark at the start of a file is dropped.
-Bad input is never guessed at or repaired: a bad document is passed to `on_bad`, and a damaged file is an
-error. Memory is bounded: documents have a maximum size (Limits), and files are read and decompressed in
-blocks."""
+The names of the files tell their formats (text_formats.py). The splits depend on the files alone, so a
+dataset is the same for any number of processes. Text must be UTF-8; a byte order mark at the start of a file
+is dropped. Bad input is never guessed at or repaired: a bad document is passed to `on_bad`, and a damaged
+file is an error. Memory is bounded: documents have a maximum size (Limits), and files are read and
+decompressed in blocks."""
 
 from __future__ import annotations
 

@@ -307,7 +307,8 @@ class DecoderConfig:
     def architecture_fields(self) -> dict[str, Any]:
         """The fields that must be equal for checkpoints to be interchangeable. vocab_size is not among them:
         a model may have a larger vocabulary than the checkpoint."""
-        return {key: value for key, value in vars(self).items() if key not in ("vocab_size", "max_position")}
+        others = ("vocab_size", "max_position", "mtp_loss_factor")
+        return {key: value for key, value in vars(self).items() if key not in others}
 
 
 @dataclass(frozen=True, kw_only=True)

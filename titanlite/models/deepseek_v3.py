@@ -11,7 +11,6 @@ experts, D model dim, H heads.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,7 +22,7 @@ from titanlite.attention.base import Attention
 from titanlite.config.component import ConfigError
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.decoder import MLP_PLAN, TP_PLAN, AttentionLayer, dense_mlp
-from titanlite.models.hf_config import check_no_window, from_hf, to_hf
+from titanlite.models.hf_config import check_fixed, check_no_window, from_hf, to_hf
 from titanlite.models.layers import Linear, RMSNorm, SwiGLU, apply_rope
 from titanlite.models.moe import MoE, MoEConfig, MoEDecoder, MoEFamily, Router
 from titanlite.models.multi_token import MultiTokenBlock, MultiTokenPrediction
@@ -115,10 +114,6 @@ class DeepSeekV3Config(MoEConfig):
                 f"n_experts_per_token = {self.n_experts_per_token} is above the {most} experts of "
                 f"n_expert_groups_per_token = {chosen} groups"
             )
-
-    def architecture_fields(self) -> dict[str, Any]:
-        fields = super().architecture_fields()
-        return {key: value for key, value in fields.items() if key != "mtp_loss_factor"}
 
     @property
     def score_scale(self) -> float:
@@ -380,11 +375,7 @@ class DeepSeekV3(MoEFamily, name="deepseek_v3"):
 
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> ModelFamily:
-        for key, value in HF_FIXED.items():
-            if config.get(key) not in (None, value):
-                raise ConfigError(
-                    f"config.json: {key} = {json.dumps(config[key])}; only {json.dumps(value)} is supported"
-                )
+        check_fixed(config, HF_FIXED)
         if missing := [key for key in (*HF_FIELDS, "qk_nope_head_dim") if config.get(key) is None]:
             raise ConfigError(f"config.json has no {missing[0]}")
         if "q_lora_rank" not in config:  # null: no rank

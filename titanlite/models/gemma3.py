@@ -24,6 +24,7 @@ from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.decoder import RotaryConfig, RotaryDecoder
 from titanlite.models.hf_config import (
     DEFAULT_WINDOW,
+    check_fixed,
     from_hf,
     layers_from_hf,
     layers_to_hf,
@@ -118,11 +119,7 @@ class Gemma3(ModelFamily, name="gemma3"):
 
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> ModelFamily:
-        for key, value in HF_FIXED.items():
-            if config.get(key) not in (None, value):
-                raise ConfigError(
-                    f"config.json: {key} = {json.dumps(config[key])}; only {json.dumps(value)} is supported"
-                )
+        check_fixed(config, HF_FIXED)
         fields = from_hf(
             config, ("hidden_act",), rope_by_layer_type=True, vocab_size=262208, num_attention_heads=8,
             num_key_value_heads=4, head_dim=256, max_position_embeddings=131072, rms_norm_eps=1e-6,

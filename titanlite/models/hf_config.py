@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -105,6 +105,16 @@ def _check_equal_ropes(config: RotaryConfig) -> None:
         )
 
 
+def check_fixed(config: dict[str, Any], fixed: Mapping[str, Any]) -> None:
+    """Raises ConfigError if the config.json has a key of `fixed` with another value; a null is a missing
+    key."""
+    for key, value in fixed.items():
+        if config.get(key) not in (None, value):
+            raise ConfigError(
+                f"config.json: {key} = {json.dumps(config[key])}; only {json.dumps(value)} is supported"
+            )
+
+
 def from_hf(
     config: dict[str, Any],
     unchecked: Collection[str] = (),
@@ -115,11 +125,7 @@ def from_hf(
     reads itself or transformers ignores. `rope_by_layer_type`: as in to_hf. `defaults`: transformers' values
     for keys that may be missing. A null is a missing key. Raises ConfigError for other missing keys and for
     values that are not supported."""
-    for key, value in FIXED.items():
-        if key not in unchecked and config.get(key) not in (None, value):
-            raise ConfigError(
-                f"config.json: {key} = {json.dumps(config[key])}; only {json.dumps(value)} is supported"
-            )
+    check_fixed(config, {key: value for key, value in FIXED.items() if key not in unchecked})
     if config.get("quantization_config") is not None:
         raise ConfigError("config.json: quantization_config: quantized weights are not supported")
     values = {key: value for key, value in (defaults | config).items() if value is not None}

@@ -79,10 +79,6 @@ class Qwen3_5Config(RotaryConfig):
                 f"{self.head_dim} dims cannot be turned in pairs"
             )
 
-    def architecture_fields(self) -> dict[str, Any]:
-        fields = super().architecture_fields()
-        return {key: value for key, value in fields.items() if key != "mtp_loss_factor"}
-
     @property
     def rope_head_dim(self) -> int:
         return int(self.head_dim * self.rotary_share)

@@ -23,6 +23,7 @@ from titanlite.mesh import Mesh, local_shard
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.moe import Experts, Routing, moe_layers_of, places, sum_by_token
 from titanlite.parallelism import EXPERT_KEY, Degrees, Parallelism
+from titanlite.torch_compat import gather_shards, reduce_shards
 
 KEY = f"parallelism.{EXPERT_KEY}"
 EXPERTS = 0  # the dim of the parameters [E, ...] of experts that expert parallel shards
@@ -272,13 +273,13 @@ class _SumAndScatter(torch.autograd.Function):
 
 def _gather(x_ND: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     rows = x_ND.new_empty(group.size() * x_ND.shape[0], *x_ND.shape[1:])
-    dist.all_gather_into_tensor(rows, x_ND.contiguous(), group=group)
+    gather_shards(rows, x_ND.contiguous(), group)
     return rows
 
 
 def _sum_and_scatter(x_MD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     rows = x_MD.new_empty(x_MD.shape[0] // group.size(), *x_MD.shape[1:])
-    dist.reduce_scatter_tensor(rows, x_MD.contiguous(), group=group)
+    reduce_shards(rows, x_MD.contiguous(), group)
     return rows
 
 

@@ -390,9 +390,9 @@ def _checkpoints(folder: PurePath) -> list[SavedCheckpoint]:
         for step, path in commit.list_committed(folder):
             with suppress(OSError, ValueError, commit.CheckpointError):
                 manifest = commit.read_manifest(path)
-                size = sum(digest.size for digest in commit.digests(manifest).values())
                 digests = manifest.get("digest")
                 text = digests.get("weights") if isinstance(digests, dict) else None
                 known = text if isinstance(text, str) else ""
+                size = commit.total_size(manifest)
                 saved.append(SavedCheckpoint(step, size, manifest["ranks"], known))
     return saved

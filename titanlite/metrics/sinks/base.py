@@ -84,8 +84,8 @@ class Writer:
 
     def table(self, step: int, kind: Table, values: Values) -> None:
         """Take a table of one step, whose values are too many for metrics: `parameters`, norm of gradient,
-        norm of weight and update ratio by parameter; `probe`, statistics by block and head. `values` may be
-        nested."""
+        norm of weight and update ratio by parameter; `probe`, statistics by block and head; `expert_loads`,
+        tokens by block and expert. `values` may be nested."""
 
     def close(self) -> None:
         """Flush; the last call."""
