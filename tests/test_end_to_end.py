@@ -113,7 +113,9 @@ def test_input_that_cannot_be_read_is_2_and_leaves_nothing(tmp_path: Path) -> No
     (tmp_path / "b.txt").write_bytes(b"abc\xff")
     run = launch(*tiny_arguments(tmp_path, tmp_path), NGPU="2", MAX_RESTARTS="2")
     assert run.returncode == 2, run.stderr
-    assert run.stderr.count("b.txt: not UTF-8 at byte 3") == 1
+    # On a busy machine the other rank, which waits two seconds for its end, tells its error, too.
+    lines = [line for line in run.stderr.splitlines() if "local rank" not in line]
+    assert sum("b.txt: not UTF-8 at byte 3" in line for line in lines) == 1
     assert "Traceback" not in run.stderr
     assert not (tmp_path / "run").exists()
     assert [p.name for p in (tmp_path / "cache").iterdir() if not p.name.startswith("text-")] == []

@@ -149,7 +149,8 @@ def largest_errors(folder: Path, corpus: Path, world_size: int, keys: list[str])
 def test_weights_after_five_steps_are_those_of_one_process(name: str, tmp_path: Path, corpus: Path) -> None:
     loss, weight = largest_errors(tmp_path, corpus, *RUNS[name])
     assert loss < 1e-4
-    assert weight < 2e-3
+    # A value whose last bits differ may be rounded to the next number of 8 bits.
+    assert weight < (1e-2 if "float8" in name else 2e-3)
 
 
 @pytest.mark.full

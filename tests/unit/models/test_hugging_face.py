@@ -161,7 +161,7 @@ def test_likeliest_tokens_in_bf16(models) -> None:
         return (a == b).float().mean().item()
 
     assert agreement(actual[decided], wanted[decided]) > 0.99
-    assert agreement(actual, exact.argmax(-1)) > agreement(wanted, exact.argmax(-1)) - 0.005
+    assert agreement(actual, exact.argmax(-1)) > agreement(wanted, exact.argmax(-1)) - 0.01
 
 
 @torch.no_grad()
