@@ -15,10 +15,11 @@ programs read the same documents under the same 32,768 ids.
 
 A run is recorded in FOLDER/NAME.json: its command, the seconds of training (without start, compilation, which
 ends with the tenth step, validation and saves, as nanochat counts them), the tokens, and the bits per byte of
-held-out text of each saved checkpoint. Both models are scored by the same code, on each held-out document by
-itself: BOS and up to 2,047 tokens, of which all but BOS count, and neither begins nor ends of documents.
-nanochat's checkpoints are read by titanlite's importer, whose logits are nanochat's. With `--tokens-per-s` a
-run only measures speed: nothing is scored.
+held-out text of each saved checkpoint. titanlite reports every ten steps, and each of these steps is recorded
+with their mean; nanochat waits for the GPU after each step and reports it. Both models are scored by the same
+code, on each held-out document by itself: BOS and up to 2,047 tokens, of which all but BOS count, and neither
+begins nor ends of documents. nanochat's checkpoints are read by titanlite's importer, whose logits are
+nanochat's. With `--tokens-per-s` a run only measures speed: nothing is scored.
 
 `--without` leaves one of PARTS out of titanlite's recipe.
 

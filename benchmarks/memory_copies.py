@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +53,16 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     if options.config is None and overrides:
         parser.error(f"{overrides[0]} needs --config")
-    results = whole_runs(options, overrides) if options.config else debug_runs(options)
-    if options.output:
-        write_result(options.output, {"results": results}, "torch", "titanlite")
-
-
-def whole_runs(options: argparse.Namespace, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """Run the job with each interval, in turns."""
     results = list[dict[str, Any]]()
+    # After each run: earlier ones are not lost if a limit on the time ends this program.
+    for result in whole_runs(options, overrides) if options.config else debug_runs(options):
+        results.append(result)
+        if options.output:
+            write_result(options.output, {"results": results}, "torch", "titanlite")
+
+
+def whole_runs(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Run the job with each interval, in turns."""
     for _ in range(options.rounds):
         for interval in options.intervals:
             keys = [
@@ -74,14 +76,12 @@ def whole_runs(options: argparse.Namespace, overrides: Sequence[str]) -> list[di
                 pauses_s += report.get("checkpoint/copy_s", 0.0)
                 before = report["step"]
             step_s = (total_s + pauses_s) / (options.steps - options.skip)
-            results.append({"memory_interval": interval, "step_s": step_s, "pauses_s": pauses_s, **run})
             print(f"interval {interval:>3}  {step_s:.4f} s per step, pauses {pauses_s:.2f} s", flush=True)
-    return results
+            yield {"memory_interval": interval, "step_s": step_s, "pauses_s": pauses_s, **run}
 
 
-def debug_runs(options: argparse.Namespace) -> list[dict[str, Any]]:
+def debug_runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Run the debug model with each interval, all at the same time, in turns of some seconds."""
-    results = []
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         folder, cache = Path(name), Path(name, "cache")
         first = debug_run(folder / "first", cache, 1)
@@ -105,10 +105,9 @@ def debug_runs(options: argparse.Namespace) -> list[dict[str, Any]]:
             pauses = [record["checkpoint/copy_s"] for record in records if "checkpoint/copy_s" in record]
             pause_s = statistics.median(pauses) if pauses else 0.0
             about = {"memory_interval": int(program.name), "first_copy": line, "median_pause_s": pause_s}
-            results.append({**about, **measured})
             rate = f"{measured['steps_per_s']:6.3f} steps/s, pause of training {pause_s * 1000:.1f} ms"
             print(f"interval {program.name:>3}  {rate}  {line}", flush=True)
-    return results
+            yield {**about, **measured}
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def main() -> None:
         "starts": starts,
     }
     if options.peer is not None:
-        program, _ = parse_peer(options.peer)
+        program = parse_peer(options.peer)[0]
         result[program] = peer_version(program)
     print(json.dumps(medians))
     write_result(options.output, result, "torch")
@@ -104,7 +104,7 @@ def commands(
         arguments = ["--training.steps", str(STEPS), "--metrics.log_freq", "1"]
         theirs, peer_env = peer_command(options.peer, options.ngpu, folder / "peer", *arguments)
         peer_env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "theirs")
-        program, _ = parse_peer(options.peer)
+        program = parse_peer(options.peer)[0]
         starts += [(f"{program}, {kind}", theirs, peer_env) for kind in ("cold", "second")]
     runs = [("titanlite, cold", "cold", STEPS), ("titanlite, second", "second", STEPS)]
     if not options.without_checkpoints:

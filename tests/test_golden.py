@@ -24,7 +24,7 @@ CONTROLS = [  # run, changed setting; the comment is the largest difference foun
 ]
 
 
-# The full tier has the others, whose logits the default tier compares with transformers'.
+# The full tier has the other families; the default tier compares their logits with those of transformers.
 DEFAULT_TIER = {"debug", "llama3", "gpt", "qwen3_5_moe", "deepseek_v3", "packed"}
 
 

@@ -306,9 +306,10 @@ class DecoderConfig:
 
     def architecture_fields(self) -> dict[str, Any]:
         """The fields that must be equal for checkpoints to be interchangeable. vocab_size is not among them:
-        a model may have a larger vocabulary than the checkpoint."""
-        others = ("vocab_size", "max_position", "mtp_loss_factor")
-        return {key: value for key, value in vars(self).items() if key not in others}
+        a model may have a larger vocabulary than the checkpoint. Neither are max_position, a limit, and
+        mtp_loss_factor, the weight of a loss."""
+        free = ("vocab_size", "max_position", "mtp_loss_factor")
+        return {key: value for key, value in vars(self).items() if key not in free}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,9 +42,9 @@ class Compile:
     find the cause of an error."""
     cuda_graphs: bool | None = None
     """Launch forward and backward of a micro-batch as one CUDA graph, with the same results: for small models
-    and micro-batches on one GPU, without experts and document masks. Activations stay reserved. Unset: for
-    compiled models of at most 1e9 parameters whose model, loss and attention are titanlite's own, if the GPU
-    has memory for the graph (docs/performance.md)."""
+    and micro-batches on one GPU, without experts and document masks. Activations stay reserved. Unset: on for
+    compiled models of at most 1e9 parameters if the GPU has memory for the graph, unless the model, the loss
+    or the attention backend comes from another package (docs/performance.md)."""
     cache_dir: PathText = ""
     """Folder of compiled code, which later starts execute: it must be yours alone, outside the run folder.
     Empty: `$TORCHINDUCTOR_CACHE_DIR` if set, else `titanlite/compile` in `$XDG_CACHE_HOME` or `~/.cache`; if

@@ -149,7 +149,7 @@ def test_control_the_window_and_the_base_change_the_gradients(changed: dict[str,
 def test_likeliest_tokens_in_bf16(models) -> None:
     """The most likely tokens agree wherever the two largest logits differ by more than bf16's rounding (a
     tenth of the logits' spread). Over all positions, titanlite agrees with fp32 as often as transformers
-    does."""
+    does, but for 1% of the positions, which depend on the CPU."""
     ours, theirs = models
     exact = ours(tokens(8))
     first, second = exact.topk(2).values.unbind(-1)
