@@ -133,7 +133,7 @@ def titanlite(masked: bool) -> Callable[[Any, int], Callable[[], tuple[torch.Ten
     def prepare(mesh: Any, length: int) -> Callable[[], tuple[torch.Tensor, ...]]:
         sharding, backend = SequenceSharding(mesh), Flex() if masked else HeadTail()
         tokens = torch.empty(1, length, dtype=torch.int64, device="cuda")
-        attention = backend.for_context_parallel(sharding, tokens, None)
+        attention = backend.for_context_parallel(sharding, tokens, None, num_documents=1)
         local = sharding.local_positions(length, tokens.device)
         *inputs, gradient = (x[:, local].clone() for x in full_sequence(length))
         q, k, v = (x.requires_grad_() for x in inputs)

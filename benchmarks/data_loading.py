@@ -14,6 +14,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -22,17 +23,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from environment import environment
 from torch.utils.data import DataLoader
 
-from titanlite.data.dataset import Data, SequenceDataset
-from titanlite.data.loader import MicroBatches, SequenceLoader
-from titanlite.data.shards import token_dtype, write_description, write_shard
-from titanlite.data.sources import Tokens
-from titanlite.data.step_sizes import StepSizes
-from titanlite.tokenizers.tiktoken import Tiktoken
-
 ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.environment import environment  # noqa: E402
+from titanlite.data.dataset import Data, SequenceDataset  # noqa: E402
+from titanlite.data.loader import MicroBatches, SequenceLoader  # noqa: E402
+from titanlite.data.shards import token_dtype, write_description, write_shard  # noqa: E402
+from titanlite.data.sources import Tokens  # noqa: E402
+from titanlite.data.step_sizes import StepSizes  # noqa: E402
+from titanlite.tokenizers.tiktoken import Tiktoken  # noqa: E402
+
 SHAPES = ((2048, 8), (8192, 2))  # seq_len, sequences of a micro-batch
 SECONDS, REPEATS = 1.0, 5
 TURNS, BATCHES = 60, 250

@@ -32,6 +32,7 @@ from benchmarks.turns import Program, take_turns  # noqa: E402
 
 SEQ_LEN, GLOBAL_BATCH = 128, 16
 LIBGOMPS = {"GOMP_SPINCOUNT": "300000"}
+MICRO_BATCH = 2  # sequences, as in train_configs/debug.toml
 ENDLESS = 1_000_000  # steps
 VARIANTS: dict[str, tuple[list[str], dict[str, str]]] = {
     "titanlite": ([], {}),
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="seconds per turn")
     parser.add_argument("--steps", type=int, default=60, help="steps per complete run")
     parser.add_argument(
-        "--micro-batch", type=int, default=2, help="sequences per micro-batch, of all programs"
+        "--micro-batch", type=int, default=MICRO_BATCH, help="sequences per micro-batch, of all programs"
     )
     parser.add_argument("--output", type=Path)
     parser.add_argument(
@@ -58,7 +59,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.plain is not None:
-        plain_loop(*options.plain, options.steps, options.micro_batch)
+        tokens, lines = options.plain
+        plain_loop(tokens, lines, options.steps, options.micro_batch)
         return
     with tempfile.TemporaryDirectory() as name:
         folder, cache = Path(name), Path(name, "cache")
@@ -95,7 +97,7 @@ def main() -> None:
         write_result(options.output, {**result, "turns": turns}, "torch", "transformers")
 
 
-def debug_run(run: Path, cache: Path, steps: int, micro_batch: int) -> list[str]:
+def debug_run(run: Path, cache: Path, steps: int, micro_batch: int = MICRO_BATCH) -> list[str]:
     """Return the command of `./run_train.sh debug` for `steps` steps, with metrics of each step and without
     validation, samples or checkpoints."""
     return [
@@ -106,7 +108,7 @@ def debug_run(run: Path, cache: Path, steps: int, micro_batch: int) -> list[str]
     ]  # fmt: skip
 
 
-def plain(folder: Path, cache: Path, steps: int, micro_batch: int) -> Program:
+def plain(folder: Path, cache: Path, steps: int, micro_batch: int = MICRO_BATCH) -> Program:
     """Return the plain loop as a program."""
     folder.mkdir(exist_ok=True)
     lines = folder / "plain.lines"

@@ -148,7 +148,7 @@ def written_by(rank: int, plan: SavePlan) -> WriteReport:
     name = f"__{rank}_0.distcp"
     results = [WriteResult(item.index, 1 << 20, storage_info(name, i << 20, 1 << 20))
                for i, item in enumerate(plan.items)]  # fmt: skip
-    return WriteReport(results, {name: FileDigest(1 << 30, f"{rank:064x}")}, None)
+    return WriteReport(results, {name: FileDigest(1 << 30, f"{rank:064x}")}, None, hashed=[])
 
 
 def manifest(num_files: int) -> dict[str, Any]:

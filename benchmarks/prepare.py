@@ -13,22 +13,25 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from environment import environment
-
-from titanlite.corpus.filters import ExactDuplicates, Filter, Length, NearDuplicates
-from titanlite.corpus.pipeline import prepare
-from titanlite.corpus.stages import PrepareOptions
-from titanlite.data.text_sources import stdlib_files
-from titanlite.data.worker_pool import num_cores
-from titanlite.tokenizers.tiktoken import Tiktoken
-
 ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.environment import environment  # noqa: E402
+from titanlite.corpus.filters import ExactDuplicates, Filter, Length, NearDuplicates  # noqa: E402
+from titanlite.corpus.pipeline import prepare  # noqa: E402
+from titanlite.corpus.stages import PrepareOptions  # noqa: E402
+from titanlite.data.text_sources import stdlib_files  # noqa: E402
+from titanlite.data.worker_pool import num_cores  # noqa: E402
+from titanlite.tokenizers.tiktoken import Tiktoken  # noqa: E402
+
 REPEATS = 3
 
 

@@ -13,21 +13,24 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from environment import environment
-
-from titanlite.data import order
-from titanlite.data.dataset import Data
-from titanlite.data.loader import MicroBatches, SequenceLoader
-from titanlite.data.step_sizes import StepSizes
-from titanlite.data.text_sources import Text
-from titanlite.tokenizers.bytes import Bytes
-
 ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.environment import environment  # noqa: E402
+from titanlite.data import order  # noqa: E402
+from titanlite.data.dataset import Data  # noqa: E402
+from titanlite.data.loader import MicroBatches, SequenceLoader  # noqa: E402
+from titanlite.data.step_sizes import StepSizes  # noqa: E402
+from titanlite.data.text_sources import Text  # noqa: E402
+from titanlite.tokenizers.bytes import Bytes  # noqa: E402
+
 POSITIONS = (0, 10**6, 10**9, 10**12)
 SEQ_LEN, MICRO_BATCH, REPEATS = 1024, 8, 9
 

@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT), sys.argv[1]]
 
 from titanlite.config import toml  # noqa: E402
 from titanlite.contrib.migrate import migrate  # noqa: E402
-from titanlite.interop.initial import open_weights  # noqa: E402
+from titanlite.interop.formats import open_weights  # noqa: E402
 from titanlite.interop.weights import check, load_weights  # noqa: E402
 from titanlite.models.base import ModelFamily  # noqa: E402
 from titanlite.models.deepseek_v3 import DeepSeekV3  # noqa: E402
